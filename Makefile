@@ -1,0 +1,44 @@
+# make demo, make test: each sets up what it needs, once, in .venv.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-gpu lint clean
+
+help:            ## Show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "PYTHON must be 3.11 or newer, got " + sys.version.split()[0])'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing longspan into $(VENV) (a minute or two, only when its requirements change)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)   ## Time every method on this machine, train a small model with each, draw a page
+	@$(BIN)/longspan demo
+
+test: $(READY)   ## Run the tests (CPU)
+	@$(BIN)/python -m pytest -m "not gpu"
+
+# A GPU machine usually has its own torch: name its Python to use that one instead of .venv,
+# as in `make test-gpu GPU_PYTHON=python3`.
+GPU_PYTHON ?= $(BIN)/python
+test-gpu:        ## Run the tests that need an NVIDIA GPU
+	@if ! nvidia-smi -L >/dev/null 2>&1; then echo "No NVIDIA GPU here: GPU tests were not run."; exit 0; fi; \
+	if [ "$(GPU_PYTHON)" = "$(BIN)/python" ]; then $(MAKE) --no-print-directory $(READY) || exit 1; fi; \
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu
+
+lint: $(READY)   ## Check style, types and the direction of imports
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+
+clean:           ## Remove what make made
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache longspan-demo
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

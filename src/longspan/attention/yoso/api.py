@@ -1,0 +1,129 @@
+"""The public functions of YOSO: check, choose, call."""
+
+import torch
+from torch import Tensor
+
+from longspan.attention import checks, dispatch
+from longspan.attention.base import own_precision
+from longspan.attention.module import Attention, SeededAttention
+from longspan.attention.random import Seed, draw_seed
+from longspan.attention.yoso import reference
+
+HASHINGS = ("gaussian", "hadamard")
+GRADIENTS = ("surrogate", "true")
+MAX_HASH_BITS = 16
+
+
+def why_not_fused(device: torch.device) -> list[str]:
+    """Why `impl="fused"` cannot run on a device; empty where it can."""
+    return dispatch.no_kernel("yoso", device)
+
+
+def why_expectation_not_fused(device: torch.device) -> list[str]:
+    """Why `yoso_expectation(..., impl="fused")` cannot run on a device; empty where it can."""
+    return dispatch.no_kernel("yoso_expectation", device)
+
+
+@own_precision
+def yoso(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    num_hashes: int = 32,
+    hash_bits: int = 8,
+    hashing: str = "gaussian",
+    gradient: str = "surrogate",
+    normalize: bool = True,
+    seed: Seed | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Sample attention by hashing: unit(1/m Σ_h Σ_j [code_h(q_i) = code_h(k_j)] v_j), in O(N m D).
+
+    A code is the signs of `hash_bits` random projections; two unit vectors at angle θ share one
+    with probability (1 − θ/π)^hash_bits, so the sum estimates `yoso_expectation` without bias.
+
+    Args:
+        q: queries (B, H, Nq, D); their length does not matter, only their direction.
+        k: keys (B, H, Nk, D), likewise.
+        v: values (B, H, Nk, Dv).
+        key_mask: boolean (B, Nk), true = attend.
+        num_hashes: m, the samples of every pair; the error falls as 1/√m.
+        hash_bits: τ, 1 to 16: the sharpness of the attention.
+        hashing: "gaussian" hyperplanes, or "hadamard": rows of random Hadamard products, each bit
+            of a code from a different product.
+        gradient: of the collision probability p^τ with respect to the cosine: "surrogate" is the
+            paper's lower bound (τ/2) p^τ, "true" the derivative, both on the sampled pairs. The
+            reference of "true" looks at every pair: time N², memory N.
+        normalize: scale each output row to length one.
+        seed: of the projections, drawn per head and shared over the batch; the same seed gives the
+            same hashes everywhere. None draws one from torch's default generator.
+        impl: "auto", "fused" or "reference".
+
+    Returns:
+        (B, H, Nq, Dv) in the dtype of v.
+    """
+    _check(q, k, v, key_mask, hash_bits, gradient)
+    checks.integer("num_hashes", num_hashes, 1)
+    checks.choice("hashing", hashing, HASHINGS)
+    checks.seed(seed)
+    run = dispatch.select(impl, reference=reference.yoso, reasons=why_not_fused(q.device))
+    seed = draw_seed(q.device) if seed is None else seed
+    return run(q, k, v, key_mask, num_hashes, hash_bits, hashing, gradient, normalize, seed)
+
+
+@own_precision
+def yoso_expectation(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    hash_bits: int = 8,
+    gradient: str = "surrogate",
+    normalize: bool = True,
+    impl: str = "auto",
+) -> Tensor:
+    """What `yoso` tends to over many hashes: unit(Σ_j (1 − angle(q_i, k_j)/π)^τ v_j).
+
+    Exact, without variance; time N², memory N.
+
+    Args:
+        q: queries (B, H, Nq, D).
+        k: keys (B, H, Nk, D).
+        v: values (B, H, Nk, Dv).
+        key_mask: boolean (B, Nk), true = attend.
+        hash_bits: τ, 1 to 16: the sharpness of the attention.
+        gradient: "surrogate" or "true", as in `yoso`.
+        normalize: scale each output row to length one.
+        impl: "auto", "fused" or "reference".
+
+    Returns:
+        (B, H, Nq, Dv) in the dtype of v.
+    """
+    _check(q, k, v, key_mask, hash_bits, gradient)
+    reasons = why_expectation_not_fused(q.device)
+    run = dispatch.select(impl, reference=reference.yoso_expectation, reasons=reasons)
+    return run(q, k, v, key_mask, hash_bits, gradient, normalize)
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, hash_bits: int, gradient: str
+) -> None:
+    checks.qkv(q, k, v)
+    checks.key_mask(key_mask, k)
+    checks.integer("hash_bits", hash_bits, 1, MAX_HASH_BITS)
+    checks.choice("gradient", gradient, GRADIENTS)
+
+
+class YosoAttention(SeededAttention):
+    """`yoso` as a module: fresh hashes in training, fixed ones in eval."""
+
+    function = staticmethod(yoso)
+
+
+class YosoExpectationAttention(Attention):
+    """`yoso_expectation` as a module."""
+
+    function = staticmethod(yoso_expectation)

@@ -1,0 +1,83 @@
+"""Every method as the contract tests call it: at sizes where its approximation is at work.
+
+A kernel joins by existing: `implementations` asks the table which can run on a device.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+
+import longspan
+from longspan.attention.random import gaussian
+
+# Options at which nothing degenerates to exact attention at the lengths tested, and at which a
+# padded batch equals its sequences alone (strided's default stride follows the padded length).
+OPTIONS: dict[str, dict] = {
+    "window": {"window": 9},
+    "strided": {"stride": 6},
+    "reformer": {"bucket_size": 8, "seed": 3},
+    "yoso": {"num_hashes": 5, "hash_bits": 3, "seed": 3},
+    "yoso_expectation": {"hash_bits": 3},
+    "nystrom": {"num_landmarks": 6},
+}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def implementations(method: str, device: str) -> list[str]:
+    """The values of `impl` that run on a device; [""] for a method without the option."""
+    why_not = longspan.METHODS[method].why_not_fused
+    if why_not is None:
+        return [""]
+    return ["reference"] if why_not(torch.device(device)) else ["reference", "fused"]
+
+
+def contract() -> list:
+    """(method, impl, device) for everything that exists, with readable ids."""
+    cases = []
+    for method in longspan.METHODS:
+        for device in ("cpu", "cuda"):
+            marks = [pytest.mark.gpu] if device == "cuda" else []
+            cases += [
+                pytest.param(
+                    method, impl, device, marks=marks, id=f"{method}-{impl or 'torch'}-{device}"
+                )
+                for impl in implementations(method, device)
+            ]
+    return cases
+
+
+def function(method: str, impl: str = "", keys: int | None = None, device: str = "cpu", **options):
+    """`longspan.attention` with the options of the contract; Linformer gets projections."""
+    options = {**OPTIONS.get(method, {}), **options}
+    if impl:
+        options["impl"] = impl
+    if method == "linformer":
+        # Column i depends on i alone, so a shorter sequence sees the first columns of a longer one.
+        columns = [gaussian(i, (2, 7), torch.device("cpu")) for i in range(keys)]
+        e, f = torch.stack(columns, -1).to(device) / 4
+        options |= {"key_projection": e, "value_projection": f}
+    return partial(longspan.attention, method=method, **options)
+
+
+def qkv(
+    batch=2, heads=3, queries=50, keys=None, channels=16, value_channels=None, *,
+    dtype=torch.float32, device="cpu", seed=0, requires_grad=False,
+):  # fmt: skip
+    """Random q, k and v, drawn on the CPU so that every device sees the same."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = queries if keys is None else keys
+    sizes = (queries, channels), (keys, channels), (keys, value_channels or channels)
+    return [
+        torch.randn(batch, heads, *size, generator=generator, dtype=torch.float64)
+        .to(device, dtype)
+        .requires_grad_(requires_grad)
+        for size in sizes
+    ]
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """‖actual − expected‖ / ‖expected‖ in float64; NaN counts as infinite."""
+    actual, expected = actual.detach().double(), expected.detach().double().to(actual.device)
+    error = (actual - expected).norm() / expected.norm().clamp(min=1e-300)
+    return float(error.nan_to_num(torch.inf))

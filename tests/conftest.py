@@ -1,0 +1,20 @@
+"""Seeds, and a reason that prints where a GPU test cannot run."""
+
+import pytest
+import torch
+
+# The tensors here are small: a second thread costs more in waiting than it gives.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs an NVIDIA GPU, and torch sees none")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
