@@ -1,7 +1,12 @@
 """Seeds, and a reason that prints where a GPU test cannot run."""
 
+import os
+
 import pytest
 import torch
+
+# cuBLAS reads it when it starts; torch's deterministic mode asks for it.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # The tensors here are small: a second thread costs more in waiting than it gives.
 torch.set_num_threads(1)
