@@ -1,9 +1,9 @@
 """longspan: attention over long sequences at linear cost.
 
-    >>> import torch, longspan
-    >>> q = k = v = torch.randn(1, 8, 1000, 64)          # (B, H, N, D)
-    >>> longspan.yoso(q, k, v, num_hashes=32).shape
-    torch.Size([1, 8, 1000, 64])
+>>> import torch, longspan
+>>> q = k = v = torch.randn(1, 8, 1000, 64)          # (B, H, N, D)
+>>> longspan.yoso(q, k, v, num_hashes=32).shape
+torch.Size([1, 8, 1000, 64])
 """
 
 from longspan.attention import (

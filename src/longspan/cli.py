@@ -1,0 +1,104 @@
+"""The command line: `longspan demo`, `methods`, `doctor`."""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import longspan
+from longspan import demo as demonstration
+from longspan import doctor as diagnosis
+
+BAD_INPUT = 2
+
+app = typer.Typer(
+    help="Attention over long sequences at linear cost.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def demo(
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, a few seconds.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights and documents.")] = 0,
+    output: Annotated[Path, typer.Option(help="Folder of the page and its rows.")] = Path(
+        "longspan-demo"
+    ),
+    method: Annotated[
+        list[str] | None, typer.Option(help="Only this method and softmax; repeat for more.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, …")] = "cpu",
+) -> None:
+    """Time every method over growing length, train a small model with each, draw a page."""
+    with _user_input():
+        methods = demonstration.choose(method or [])
+        demonstration.check_device(device)
+        output.mkdir(parents=True, exist_ok=True)
+    command = shlex.join(["longspan", *sys.argv[1:]])
+    code = demonstration.run(
+        output, methods=methods, quick=quick, seed=seed, device=device, command=command
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
+def methods() -> None:
+    """List the methods: cost, paper, and options with their defaults."""
+    table = Table(show_lines=True)
+    for column in ("method", "cost", "what it does", "options"):
+        table.add_column(column, no_wrap=column == "method", overflow="fold")
+    for name, row in longspan.METHODS.items():
+        about = f"{row.summary} [dim]arXiv {row.paper}[/]"
+        table.add_row(f"[bold]{name}[/]", row.cost, about, _options(row.function))
+    console = Console()
+    console.print(table)
+    example = 'longspan.attention(q, k, v, method="yoso", num_hashes=32)'
+    console.print(f"Use: {example}, with q, k and v of shape (B, H, N, D).", soft_wrap=True)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine can run, and why not."""
+    console = Console()
+    for title, lines in diagnosis.examine().items():
+        console.print(f"[bold]{title}[/]")
+        for line in lines:
+            console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
+
+
+def main() -> None:
+    """The entry point of `longspan`."""
+    app()
+
+
+@contextmanager
+def _user_input() -> Iterator[None]:
+    """Around checks of what the user typed: one sentence and exit code 2 instead of a traceback."""
+    try:
+        yield
+    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+        Console(stderr=True).print(f"longspan: {escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(BAD_INPUT) from None
+
+
+def _options(function: Callable[..., object]) -> str:
+    """Options as they are written in a call; without a default where one must be given."""
+    parameters = list(inspect.signature(function).parameters.values())[3:]
+    shown = [
+        p.name if p.default is p.empty else f"{p.name}={p.default!r}"
+        for p in parameters
+        if p.name != "key_mask"
+    ]
+    return escape(", ".join(shown))

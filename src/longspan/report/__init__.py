@@ -1,0 +1,15 @@
+"""Rows in, one self-contained page out."""
+
+from longspan.report.charts import EXACT
+from longspan.report.crossover import Crossover, crossover, exact_seconds, times
+from longspan.report.page import milliseconds, write_page
+
+__all__ = [
+    "EXACT",
+    "Crossover",
+    "crossover",
+    "exact_seconds",
+    "milliseconds",
+    "times",
+    "write_page",
+]
