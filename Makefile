@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint clean
+.PHONY: help demo test test-gpu bench-gpu lint clean
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -28,10 +28,15 @@ test: $(READY)   ## Run the tests (CPU)
 # A GPU machine usually has its own torch: name its Python to use that one instead of .venv,
 # as in `make test-gpu GPU_PYTHON=python3`.
 GPU_PYTHON ?= $(BIN)/python
-test-gpu:        ## Run the tests that need an NVIDIA GPU
-	@if ! nvidia-smi -L >/dev/null 2>&1; then echo "No NVIDIA GPU here: GPU tests were not run."; exit 0; fi; \
+on_gpu = if ! nvidia-smi -L >/dev/null 2>&1; then echo "No NVIDIA GPU here: $(1)."; exit 0; fi; \
 	if [ "$(GPU_PYTHON)" = "$(BIN)/python" ]; then $(MAKE) --no-print-directory $(READY) || exit 1; fi; \
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu
+	PYTHONPATH=src $(GPU_PYTHON) -m $(2)
+
+test-gpu:        ## Run the tests that need an NVIDIA GPU
+	@$(call on_gpu,GPU tests were not run,pytest -m gpu)
+
+bench-gpu:       ## Time YOSO beside exact attention on an NVIDIA GPU; rows go to results/
+	@$(call on_gpu,nothing was measured,longspan.bench.gpu results/yoso-gpu.jsonl)
 
 lint: $(READY)   ## Check style, types and the direction of imports
 	@$(BIN)/ruff check .

@@ -76,6 +76,11 @@ def qkv(
     ]
 
 
+def precise(impl: str) -> tuple[torch.dtype, float]:
+    """The widest dtype of an implementation, and the relative error that is rounding in it."""
+    return (torch.float32, 1e-5) if impl == "fused" else (torch.float64, 1e-9)
+
+
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """‖actual − expected‖ / ‖expected‖ in float64; NaN counts as infinite."""
     actual, expected = actual.detach().double(), expected.detach().double().to(actual.device)

@@ -8,6 +8,10 @@ import torch
 # cuBLAS reads it when it starts; torch's deterministic mode asks for it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+# Without a GPU, Triton's kernels run in its interpreter, which it decides when it is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # The tensors here are small: a second thread costs more in waiting than it gives.
 torch.set_num_threads(1)
 

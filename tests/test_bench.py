@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import longspan
-from longspan.bench import MODES, Case, Timing, measure, timing_row
+from longspan.bench import MODES, Case, Timing, gpu, measure, timing_row
 
 
 @pytest.mark.parametrize("method", longspan.METHODS)
@@ -87,3 +87,12 @@ def test_gpu_time_is_that_of_the_kernels():
     short = Case("softmax", 512, device="cuda").build("forward")
     timings = measure({"long": call, "short": short}, budget=0.5, device="cuda")
     assert timings["long"].seconds > 3 * timings["short"].seconds
+
+
+@pytest.mark.parametrize(("length", "heads"), [(512, 512), (4096, 64), (131072, 8)])
+def test_gpu_rows_compare_equal_work_at_every_length(length, heads):
+    cases = {name: case for name, case, _ in gpu.contenders(length)}
+    assert list(cases) == ["softmax cuDNN", "softmax flash", "yoso-16 fused", "yoso-32 fused"]
+    assert {(c.length, c.heads, c.dtype, c.device) for c in cases.values()} == {
+        (length, heads, "bfloat16", "cuda")
+    }

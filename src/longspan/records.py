@@ -77,7 +77,7 @@ def _machine() -> dict[str, Any]:
     import torch
 
     return {
-        "longspan": metadata.version("longspan"),
+        "longspan": _version(),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -85,6 +85,13 @@ def _machine() -> dict[str, Any]:
         "cores": _cores(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
+
+
+def _version() -> str:
+    try:
+        return metadata.version("longspan")
+    except metadata.PackageNotFoundError:  # run from its source, not installed
+        return "source"
 
 
 def _cores() -> int:

@@ -7,7 +7,7 @@ from longspan.attention import checks, dispatch
 from longspan.attention.base import own_precision
 from longspan.attention.module import Attention, SeededAttention
 from longspan.attention.random import Seed, draw_seed
-from longspan.attention.yoso import reference
+from longspan.attention.yoso import kernels, reference
 
 HASHINGS = ("gaussian", "hadamard")
 GRADIENTS = ("surrogate", "true")
@@ -16,7 +16,7 @@ MAX_HASH_BITS = 16
 
 def why_not_fused(device: torch.device) -> list[str]:
     """Why `impl="fused"` cannot run on a device; empty where it can."""
-    return dispatch.no_kernel("yoso", device)
+    return kernels.why_not(device)
 
 
 def why_expectation_not_fused(device: torch.device) -> list[str]:
@@ -68,7 +68,8 @@ def yoso(
     checks.integer("num_hashes", num_hashes, 1)
     checks.choice("hashing", hashing, HASHINGS)
     checks.seed(seed)
-    run = dispatch.select(impl, reference=reference.yoso, reasons=why_not_fused(q.device))
+    reasons = why_not_fused(q.device) + kernels.why_not_these(q, v, gradient)
+    run = dispatch.select(impl, reference=reference.yoso, fused=kernels.yoso, reasons=reasons)
     seed = draw_seed(q.device) if seed is None else seed
     return run(q, k, v, key_mask, num_hashes, hash_bits, hashing, gradient, normalize, seed)
 

@@ -24,12 +24,14 @@ def projections(
 ) -> Tensor:
     """The vectors that codes project on: (H, num_hashes, hash_bits, D) in float32.
 
-    "gaussian": independent normal vectors. "hadamard": rows of products H·D₃·H·D₂·H·D₁ of the
+    "gaussian": independent normal vectors, rounded to bfloat16 so that tensor cores multiply them
+    without error. "hadamard": rows of products H·D₃·H·D₂·H·D₁ of the
     Hadamard matrix with random signs. Rows of one product are orthogonal, so a code whose bits
     share a product collides too rarely (by up to 59 %); here each bit has a product of its own.
     """
     if hashing == "gaussian":
-        return gaussian(seed, (heads, num_hashes, hash_bits, channels), device)
+        planes = gaussian(seed, (heads, num_hashes, hash_bits, channels), device)
+        return planes.bfloat16().float()
     width = 1 << (channels - 1).bit_length()
     groups = -(-num_hashes // width)
     d = signs(seed, (heads, groups, hash_bits, 3, 1, width), device)
