@@ -1,4 +1,4 @@
-"""YOSO on NVIDIA GPUs: the verbs as torch.library ops, and the autograd function made of them."""
+"""YOSO on NVIDIA GPUs: both passes as torch.library ops, and the verbs they are made of."""
 
 import functools
 from collections.abc import Callable

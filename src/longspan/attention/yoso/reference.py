@@ -6,11 +6,12 @@
 
 Forward:   Y_i = 1/m Σ_h Σ_j [c_h(q_i) = c_h(k_j)] v_j,  whose expectation is Σ_j p_ij^τ v_j.
 Backward:  dV_j = Σ_i E_ij g_i,  dQ_i = Σ_j W_ij (g_i·v_j) k_j,  dK_j = Σ_i W_ij (g_i·v_j) q_i
-with E_ij the share of hashes in which i and j collide (or p_ij^τ) and W_ij = E_ij · slope(x_ij).
+with E_ij the share of hashes in which i and j collide (or p_ij^τ), and W_ij = τ/2 · E_ij for the
+paper's surrogate gradient or slope(x_ij) · E_ij for the true one.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -64,14 +65,12 @@ def collision_probability(cosine: Tensor, hash_bits: int) -> Tensor:
     return (1 - cosine.clamp(-1, 1).acos() / math.pi) ** hash_bits
 
 
-def slope(cosine: Tensor, hash_bits: int, gradient: str) -> Tensor | float:
-    """The gradient of p^τ by the cosine, divided by p^τ.
+def slope(cosine: Tensor, hash_bits: int) -> Tensor:
+    """The derivative of p^τ by the cosine, divided by p^τ: τ / (p π √(1 − x²)), at least τ/2.
 
-    "surrogate": τ/2. "true": τ / (p π √(1 − x²)). The division is what makes the sampled gradient
-    unbiased: a pair that collides with probability p^τ carries 1/p^τ of its share.
+    The division is what makes the sampled gradient unbiased: a pair that collides with probability
+    p^τ carries 1/p^τ of its share.
     """
-    if gradient == "surrogate":
-        return hash_bits / 2
     # At x = ±1 the slope is infinite but meets a tangent of length √(1 − x²): a floor of rounding
     # size keeps the product finite, and p away from 0 at x = −1.
     floor = 4 * torch.finfo(cosine.dtype).eps
@@ -99,14 +98,14 @@ class _Sampled(torch.autograd.Function):
         # Up to a few thousand tokens, looking at every pair is cheaper than the tables below.
         if ctx.gradient == "true" or max(q.shape[2], k.shape[2]) <= 32 * q.shape[3]:
 
-            def weight(rows: slice, x: Tensor) -> tuple[Tensor, Tensor]:
-                shared = torch.zeros_like(x, dtype=torch.int16)
+            def collisions(rows: slice) -> Tensor:
+                count = q.new_zeros(*q[:, :, rows].shape[:3], k.shape[2], dtype=torch.int16)
                 for h in range(m):
-                    shared += cq[:, :, h, rows, None] == ck[:, :, h, None]
-                share = shared.to(x.dtype) / m
-                return share, share * slope(x, ctx.bits, ctx.gradient)
+                    count += cq[:, :, h, rows, None] == ck[:, :, h, None]
+                return count.to(q.dtype)
 
-            return *_pair_gradients(q, k, v, g, weight), None, None, None, None
+            grads = _pair_gradients(q, k, v, g, collisions, ctx.bits, ctx.gradient)
+            return *(grad / m for grad in grads), None, None, None, None
         cq, ck, buckets = compact(cq, ck, 2**ctx.bits)
         # [same bucket] (g_i·v_j) k_j = (k_j v_jᵀ) g_i: sum the products of a bucket, then apply.
         dq = apply_outer_sums(cq, ck, buckets, k, v, g) * (ctx.bits / 2 / m)
@@ -131,25 +130,32 @@ class _Expected(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
 
-        def weight(rows: slice, x: Tensor) -> tuple[Tensor, Tensor]:
-            expected = collision_probability(x, ctx.bits)
-            return expected, expected * slope(x, ctx.bits, ctx.gradient)
+        def expected(rows: slice) -> Tensor:
+            return collision_probability(q[:, :, rows] @ k.mT, ctx.bits)
 
-        return *_pair_gradients(q, k, v, g, weight), None, None
+        return *_pair_gradients(q, k, v, g, expected, ctx.bits, ctx.gradient), None, None
 
 
 def _pair_gradients(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, weight: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    share: Callable[[slice], Tensor],
+    bits: int,
+    gradient: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK, dV from the E and W that `weight` gives for a chunk of queries and their cosines."""
+    """dQ, dK, dV from the E that `share` gives for a chunk of queries and all keys."""
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows in _chunks(q, k):
-        e, w = weight(rows, q[:, :, rows] @ k.mT)
-        w = w * (g[:, :, rows] @ v.mT)
+        e = share(rows)
+        w = e * (g[:, :, rows] @ v.mT)
+        if gradient == "true":
+            w *= slope(q[:, :, rows] @ k.mT, bits)
         dq[:, :, rows] = w @ k
         dk += w.mT @ q[:, :, rows]
         dv += e.mT @ g[:, :, rows]
-    return dq, dk, dv
+    return (dq, dk, dv) if gradient == "true" else (dq * (bits / 2), dk * (bits / 2), dv)
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, ...]:
