@@ -27,7 +27,7 @@ much; the other methods approximate it at a cost that grows (nearly) in step wit
 First this demo times them all over growing length, then it trains a small model with each on a \
 task that needs long range; it takes about {time}."""
 
-TIMING = Plan(lengths=(512, 1024, 2048, 4096, 8192, 16384), budget=85.0, patience=2.5, column=2.0)
+TIMING = Plan(lengths=(512, 1024, 2048, 4096, 8192, 16384), budget=85.0, patience=3.0, column=2.0)
 QUICK_TIMING = Plan(lengths=(128, 256, 512), budget=8.0, patience=1.0, column=0.1)
 
 TRAINED = ("softmax", "yoso", "nystrom", "linformer", "window")

@@ -128,8 +128,12 @@ def _blocks(codes: Tensor, buckets: int) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 def _block_rows(tokens: int, buckets: int) -> int:
-    """Rows of a block: near the mean load of a bucket, so that padding stays in proportion."""
-    return min(64, max(8, 1 << (tokens // buckets - 1).bit_length()))
+    """Rows of a block: near the mean load of a bucket, and 32 at least for all but light ones.
+
+    Matrix products over fewer rows are slow, but padding a single row to 32 would be slower.
+    """
+    load = tokens // buckets
+    return min(64, max(8 if load < 8 else 32, 1 << (load - 1).bit_length()))
 
 
 def _num_blocks(tokens: int, buckets: int) -> int:
