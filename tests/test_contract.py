@@ -181,6 +181,14 @@ def test_any_strides(method, impl, device):
 
 
 @everything
+def test_tensors_by_keyword_are_the_same_call(method, impl, device):
+    q, k, v = qkv(device=device)
+    options = dict(function(method, impl, keys=50, device=device).keywords)
+    row = longspan.METHODS[options.pop("method")]
+    assert torch.equal(row.function(q=q, k=k, v=v, **options), row.function(q, k, v, **options))
+
+
+@everything
 def test_autocast_does_not_lower_the_precision(method, impl, device):
     q, k, v = qkv(device=device)
     attend = function(method, impl, keys=50, device=device)

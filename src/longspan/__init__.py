@@ -6,26 +6,17 @@
 torch.Size([1, 8, 1000, 64])
 """
 
-from longspan.attention import (
-    METHODS,
-    LinformerAttention,
-    Method,
-    MultiheadAttention,
-    NystromAttention,
-    ReformerAttention,
-    SequenceProjection,
-    SoftmaxAttention,
-    StridedAttention,
-    WindowAttention,
+from longspan.attention.linformer import LinformerAttention, SequenceProjection, linformer
+from longspan.attention.methods import METHODS, Method, attention
+from longspan.attention.multihead import MultiheadAttention
+from longspan.attention.nystrom import NystromAttention, nystrom
+from longspan.attention.reformer import ReformerAttention, reformer
+from longspan.attention.softmax import SoftmaxAttention, softmax
+from longspan.attention.strided import StridedAttention, strided
+from longspan.attention.window import WindowAttention, window
+from longspan.attention.yoso import (
     YosoAttention,
     YosoExpectationAttention,
-    attention,
-    linformer,
-    nystrom,
-    reformer,
-    softmax,
-    strided,
-    window,
     yoso,
     yoso_expectation,
 )

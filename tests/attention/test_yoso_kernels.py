@@ -43,6 +43,19 @@ def test_a_cache_that_cannot_be_written_is_no_trouble(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
+def test_rows_that_do_not_lie_on_words_are_copied():
+    aligned = torch.randn(2, 3, 5, 8)
+    assert kernels._aligned(aligned) is aligned
+    permuted = aligned.transpose(1, 2)
+    assert kernels._aligned(permuted) is permuted
+    shifted = torch.randn(2 * 3 * 5 * 8 + 1)[1:].view(2, 3, 5, 8)  # contiguous, four bytes off
+    for x in (shifted, torch.randn(2, 3, 5, 9)[..., :8], torch.randn(2, 3, 8, 5).mT):
+        copy = kernels._aligned(x)
+        assert copy.data_ptr() % 16 == 0
+        assert copy.is_contiguous()
+        assert torch.equal(copy, x)
+
+
 @pytest.fixture
 def verbs():
     """The Triton verbs, in the interpreter where there is no GPU."""
@@ -182,6 +195,14 @@ def test_a_cuda_graph_replays_with_new_inputs_and_streams_are_respected():
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(y, attend())
+
+
+@pytest.mark.gpu
+def test_a_seed_on_the_cpu_and_values_off_their_words():
+    q, k, v = qkv(queries=100, channels=16, device="cuda")
+    shifted = torch.empty(v.numel() + 1, device="cuda")[1:].view(v.shape).copy_(v)
+    y = longspan.yoso(q, k, shifted, seed=torch.tensor(3), impl="fused")
+    assert torch.equal(y, longspan.yoso(q, k, v, seed=3, impl="fused"))
 
 
 @pytest.mark.gpu

@@ -36,7 +36,7 @@ def own_precision(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> Tensor:
-        q = args[0]
+        q = args[0] if args else kwargs.get("q")
         if not isinstance(q, Tensor):  # the method's own check says what is wrong
             return function(*args, **kwargs)
         with torch.autocast(q.device.type, enabled=False):

@@ -66,13 +66,14 @@ def yoso(
     seed: Seed,
 ) -> Tensor:
     """Sampled attention; arguments as in `longspan.yoso`."""
-    if q.shape[0] == 0:  # nothing to launch
+    if q.shape[0] == 0:  # nothing to launch: empty, and still a function of all three
         return (q.sum() + k.sum()) * v.new_zeros(0, q.shape[1], q.shape[2], 1) * v.sum(2, True)
     width = v.shape[3]
     planes = None
     if hashing == "hadamard":
         planes = projections(hashing, seed, q.shape[1], q.shape[3], num_hashes, hash_bits, q.device)
-    seed = seed if isinstance(seed, Tensor) else torch.full((), seed, device=q.device)
+    # The kernel reads it on the GPU, wherever the caller keeps it.
+    seed = seed.to(q.device) if isinstance(seed, Tensor) else torch.full((), seed, device=q.device)
     v = F.pad(v, (0, -width % 8)) if width % 8 else v  # rows of whole 16-byte words
     y = _Fused.apply(q, k, v, key_mask, seed, planes, num_hashes, hash_bits, normalize)
     return y[..., :width] if width % 8 else y
@@ -186,7 +187,7 @@ def yoso_backward(
     dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
     bits = _compact_bits(q.shape[2] + k.shape[2], hash_bits)
     with torch.cuda.device(q.device):
-        q, k, v, g = (x.contiguous() for x in (q, k, v, g))
+        q, k, v, g = (_aligned(x.contiguous()) for x in (q, k, v, g))
         key_mask = None if key_mask is None else key_mask.contiguous()
         if normalize:
             g = triton.through_unit(g, y, inverse)
@@ -361,7 +362,10 @@ def _aligned(x: Tensor) -> Tensor:
     """x itself where its rows lie on 16-byte words, else a copy."""
     words = 16 // x.element_size()
     straight = x.stride(3) == 1 and all(s % words == 0 for s in x.stride()[:3])
-    return x if straight and x.storage_offset() % words == 0 else x.contiguous()
+    if straight and x.data_ptr() % 16 == 0:
+        return x
+    # Not contiguous(), which gives a contiguous tensor back as it lies.
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 @functools.cache
