@@ -7,34 +7,36 @@ from cases import qkv, relative_error
 import longspan
 from longspan.attention import nvrtc
 from longspan.attention.base import unit
-from longspan.attention.yoso import kernels
+from longspan.attention.yoso import kernels, verbs
 from longspan.attention.yoso.hashing import hash_codes, projections
 from longspan.attention.yoso.tables import apply_outer_sums
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize(
-    ("channels", "bits", "dtype", "table"),
-    [
-        (64, 8, "BF16", "BF16"),
-        (80, 12, "F32", "F32"),
-        (256, 16, "F16", "F32"),
-        (8, 1, "BF16", "BF16"),
-    ],
-)
-def test_the_source_compiles_without_a_gpu(
-    arch, channels, bits, dtype, table, tmp_path, monkeypatch
-):
+SOURCES = [
+    (verbs.CODES, dict(BITS=8)),
+    (verbs.CODES, dict(BITS=16)),
+    (verbs.TABLES, dict(D=64, BITS=8, X="BF16", TABLE="BF16", INDEX="uint16_t")),
+    (verbs.TABLES, dict(D=80, BITS=12, X="F32", TABLE="F32", INDEX="uint32_t")),
+    (verbs.TABLES, dict(D=256, BITS=16, X="F16", TABLE="F32", INDEX="uint16_t")),
+    (verbs.TABLES, dict(D=8, BITS=1, X="BF16", TABLE="BF16", INDEX="uint16_t")),
+    (verbs.OUTER, dict(W=64, INDEX="uint16_t")),
+    (verbs.OUTER, dict(W=128, INDEX="uint32_t")),
+]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize(("source", "defines"), SOURCES)
+def test_the_sources_compile_without_a_gpu(arch, source, defines, tmp_path, monkeypatch):
     pytest.importorskip("cuda.core", reason="needs cuda-core, from the extra [cuda]")
     monkeypatch.setattr(nvrtc, "cache_folder", lambda: tmp_path / "cache")
-    defines = (("D", channels), ("BITS", bits), ("X", dtype), ("TABLE", table))
-    binary = nvrtc.compile_source(kernels.SOURCE, defines, arch)
-    assert b"bucket_gather" in binary
+    key = tuple(sorted(defines.items()))
+    binary = nvrtc.compile_source(source, key, arch)
+    assert binary.startswith(b"\x7fELF")
     (kept,) = (tmp_path / "cache").iterdir()
     kept.write_bytes(b"from disk")
-    assert nvrtc.compile_source(kernels.SOURCE, defines, arch) == b"from disk"
+    assert nvrtc.compile_source(source, key, arch) == b"from disk"
 
 
 def test_a_cache_that_cannot_be_written_is_no_trouble(tmp_path):
@@ -45,19 +47,19 @@ def test_a_cache_that_cannot_be_written_is_no_trouble(tmp_path):
 
 def test_rows_that_do_not_lie_on_words_are_copied():
     aligned = torch.randn(2, 3, 5, 8)
-    assert kernels._aligned(aligned) is aligned
+    assert verbs.aligned(aligned) is aligned
     permuted = aligned.transpose(1, 2)
-    assert kernels._aligned(permuted) is permuted
+    assert verbs.aligned(permuted) is permuted
     shifted = torch.randn(2 * 3 * 5 * 8 + 1)[1:].view(2, 3, 5, 8)  # contiguous, four bytes off
     for x in (shifted, torch.randn(2, 3, 5, 9)[..., :8], torch.randn(2, 3, 8, 5).mT):
-        copy = kernels._aligned(x)
+        copy = verbs.aligned(x)
         assert copy.data_ptr() % 16 == 0
         assert copy.is_contiguous()
         assert torch.equal(copy, x)
 
 
 @pytest.fixture
-def verbs():
+def triton():
     """The Triton verbs, in the interpreter where there is no GPU."""
     pytest.importorskip("triton", reason="needs triton, from the extra [cuda]")
     from longspan.attention.yoso import triton
@@ -73,13 +75,13 @@ def device():
 @pytest.mark.parametrize(("channels", "hash_bits"), [(16, 8), (24, 3), (40, 11)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 @pytest.mark.parametrize("hashing", ["gaussian", "hadamard"])
-def test_codes_are_those_of_the_reference(verbs, device, channels, hash_bits, dtype, hashing):
+def test_codes_are_those_of_the_reference(triton, device, channels, hash_bits, dtype, hashing):
     x, _, _ = qkv(queries=37, channels=channels, dtype=dtype, device=device)
     planes = projections(hashing, 7, 3, channels, 5, hash_bits, torch.device(device))
-    tiles = kernels.plane_tiles(planes)
+    tiles = verbs.plane_tiles(planes)
     if device == "cpu":  # Triton's interpreter has no bfloat16
         tiles = tiles.float().sum(1, keepdim=True)
-    by_token, by_hash = verbs.hash_codes(x, tiles, hash_bits)
+    by_token, by_hash = triton.hash_codes(x, tiles, hash_bits)
     # Bits may differ where a projection is within rounding of zero: here, nowhere.
     assert torch.equal(by_hash.int(), hash_codes(unit(x.float()), planes))
     assert torch.equal(by_token.int().mT, by_hash.int())
@@ -95,16 +97,16 @@ def lists(codes, buckets):
 @pytest.mark.parametrize("spread", [4, 1], ids=["light-buckets", "one-heavy-bucket"])
 @pytest.mark.parametrize("room", [1 << 20, 1], ids=["all-heads", "head-by-head"])
 @pytest.mark.parametrize("width", [16, 80])
-def test_outer_sums_are_those_of_the_reference(verbs, device, spread, room, width):
+def test_outer_sums_are_those_of_the_reference(triton, device, spread, room, width):
     shape = dict(batch=1, heads=2, queries=50, keys=70, channels=24, value_channels=width)
     q, k, v = qkv(**shape, device=device)
     g = torch.randn(1, 2, 50, width, device=device)
     cq, ck = (torch.randint(spread, (1, 2, 3, n), device=device) for n in (50, 70))
     ck[0, 0, 0] = 3 if spread > 1 else 0  # a hash where some queries meet no key
-    norms = verbs.inverse_norms(q), verbs.inverse_norms(k)
-    actual = verbs.outer_sums(q, k, v, g, *norms, lists(cq, 4), lists(ck, 4), 0.5, room)
+    actual = triton.outer_sums(q, k, v, g, None, lists(cq, 4), lists(ck, 4), 0.5, 2, room)
     leaves = [q.clone().requires_grad_(), k.clone().requires_grad_()]
     q_unit, k_unit = (unit(x) for x in leaves)
+    cq, ck = cq[:, :, :2], ck[:, :, :2]  # of three
     dq = apply_outer_sums(cq, ck, 4, k_unit.detach(), v, g)
     dk = apply_outer_sums(ck, cq, 4, q_unit.detach(), g, v)
     expected = torch.autograd.grad((q_unit, k_unit), leaves, (0.5 * dq, 0.5 * dk))
@@ -112,20 +114,39 @@ def test_outer_sums_are_those_of_the_reference(verbs, device, spread, room, widt
         assert relative_error(a, b) < 1e-5
 
 
-def test_row_verbs(verbs, device):
+def test_row_verbs(triton, device):
     x, g, _ = qkv(queries=21, channels=24, device=device)
     x[0, 0, 3] = 0
     x[1, :, 7] = torch.nan
     mask = torch.ones(2, 21, dtype=torch.bool, device=device)
     mask[1, 7] = False
-    inverse = verbs.inverse_norms(x, mask)
-    assert inverse[0, 0, 3] == 0
-    assert (inverse[1, :, 7] == 0).all()
-    leaf = x.masked_fill(~mask[:, None, :, None], 0).requires_grad_()
+    norms = triton.norms(x, mask)
+    x = x.masked_fill(~mask[:, None, :, None], 0)
+    torch.testing.assert_close(norms, x.norm(dim=3))
+    leaf = x.clone().requires_grad_()
     u = unit(leaf)
     (expected,) = torch.autograd.grad(u, leaf, g)
-    actual = verbs.through_unit(g, u.detach(), inverse)
+    inverse = torch.where(norms > 0, 1 / norms, 0)
+    actual = triton.through_unit(g, u.detach(), inverse)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_to_and_from_the_scale_of_float16(triton, device):
+    """What `pair_rows` takes out of the numbers, `finish` gives back."""
+    x, a, _ = qkv(queries=21, channels=64, device=device)
+    a *= 1e-8  # as gradients can be
+    norms, total = a.norm(dim=3), a.norm(dim=3).sum(2)
+    rows = triton.pair_rows(a, x, norms, total, 1000.0, 64)
+    expected = unit(a), unit(x) * (norms * 1000 / total[..., None])[..., None]
+    for actual, wanted in zip(rows.split(64, dim=3), expected, strict=True):
+        assert relative_error(actual, wanted) < 2**-11
+    # Columns as the kernel leaves them: 8 a + 2 b + c of every 32 for 8 b + 2 a + c.
+    sums = torch.randn(*x.shape, device=device).half()
+    plain = sums.float().unflatten(3, (2, 4, 4, 2)).transpose(4, 5).flatten(3)
+    leaf = x.clone().requires_grad_()
+    plain = plain * (norms * total[..., None])[..., None]
+    (expected,) = torch.autograd.grad(unit(leaf), leaf, 3 * plain)
+    assert relative_error(triton.finish(sums, x, norms, total, 3.0), expected) < 1e-5
 
 
 SHAPES = {
@@ -145,7 +166,7 @@ SHAPES = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
-@pytest.mark.parametrize("dtype", list(kernels.TYPES), ids=lambda t: str(t).removeprefix("torch."))
+@pytest.mark.parametrize("dtype", list(verbs.TYPES), ids=lambda t: str(t).removeprefix("torch."))
 def test_at_most_twice_as_wrong_as_the_reference(case, masked, dtype):
     """Against float64: the kernel, and the reference in the same dtype."""
     if case["channels"] > kernels.MAX_CHANNELS[dtype]:

@@ -4,6 +4,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ def compile_source(source: Path, defines: tuple[tuple[str, object], ...], arch: 
     """The binary of a source for an architecture such as "sm_90", from disk or by NVRTC."""
     from cuda.core import Program, ProgramOptions
 
-    text = "".join(f"#define {name} {value}\n" for name, value in defines) + source.read_text()
+    text = "".join(f"#define {name} {value}\n" for name, value in defines) + _text(source)
     name = hashlib.sha256(f"{arch}\n{text}".encode()).hexdigest()
     path = cache_folder() / f"{source.stem}-{arch}-{name[:32]}.cubin"
     if path.exists():
@@ -31,6 +32,12 @@ def compile_source(source: Path, defines: tuple[tuple[str, object], ...], arch: 
     assert isinstance(binary, bytes)
     _keep(binary, path)
     return binary
+
+
+def _text(source: Path) -> str:
+    """The source with the files it includes."""
+    include = re.compile(r'^#include "(.+)"$', re.MULTILINE)
+    return include.sub(lambda found: _text(source.parent / found[1]), source.read_text())
 
 
 def _keep(binary: bytes, path: Path) -> None:
@@ -58,15 +65,28 @@ def launcher(source: Path, **defines: object) -> Callable[..., None]:
     key = tuple(sorted(defines.items()))
 
     def run(name: str, grid: int, block: int, *arguments: object) -> None:
-        from cuda.core import LaunchConfig, Stream, launch
+        from cuda.core import launch
 
         device = torch.cuda.current_device()
-        stream = Stream.from_handle(torch.cuda.current_stream(device).cuda_stream)
+        stream = _stream(torch.cuda.current_stream(device).cuda_stream, device)
         values = [_value(x) for x in arguments]
-        kernel = _load(source, key, name, device)
-        launch(stream, LaunchConfig(grid=grid, block=block), kernel, *values)
+        launch(stream, _config(grid, block), _load(source, key, name, device), *values)
 
     return run
+
+
+@functools.lru_cache
+def _stream(handle: int, device: int) -> Any:
+    from cuda.core import Stream
+
+    return Stream.from_handle(handle)
+
+
+@functools.lru_cache
+def _config(grid: int, block: int) -> Any:
+    from cuda.core import LaunchConfig
+
+    return LaunchConfig(grid=grid, block=block)
 
 
 def _value(x: object) -> object:

@@ -71,11 +71,17 @@ def hash_codes(x: Tensor, planes: Tensor, hash_bits: int) -> tuple[Tensor, Tenso
 
 
 @triton.jit
-def _inverse_norms(
-    x, mask, inverse, rows, tokens, heads,
+def _inverse(norm):
+    """1/norm; zero for zero."""
+    return tl.where(norm > 0, 1 / tl.where(norm > 0, norm, 1.0), 0.0)
+
+
+@triton.jit
+def _norms(
+    x, mask, out, rows, tokens, heads,
     MASKED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """1/norm of rows; zero for zero rows, and for masked ones whatever they hold."""
+    """Norms of rows; zero for masked ones whatever they hold."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, DP)
     there = row < rows
@@ -85,20 +91,18 @@ def _inverse_norms(
         ok = ok & (tl.load(mask + token, mask=there, other=0) != 0)
     at = row[:, None] * D + d[None, :]
     value = tl.load(x + at, mask=ok[:, None] & (d[None, :] < D), other=0).to(tl.float32)
-    square = tl.sum(value * value, axis=1)
-    factor = tl.where(square > 0, tl.rsqrt(tl.where(square > 0, square, 1.0)), 0.0)
-    tl.store(inverse + row, factor, mask=there)
+    tl.store(out + row, tl.sqrt(tl.sum(value * value, axis=1)), mask=there)
 
 
-def inverse_norms(x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-    """1/norm (B, H, N) of the rows of x (B, H, N, D), zero where there is none."""
+def norms(x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    """Norms (B, H, N) of the rows of x (B, H, N, D), zero where masked."""
     batch, heads, tokens, channels = x.shape
-    inverse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=x.device)
-    _inverse_norms[(triton.cdiv(inverse.numel(), 16),)](
-        x, x if key_mask is None else key_mask, inverse, inverse.numel(), tokens, heads,
+    out = torch.empty(batch, heads, tokens, dtype=torch.float32, device=x.device)
+    _norms[(triton.cdiv(out.numel(), 16),)](
+        x, x if key_mask is None else key_mask, out, out.numel(), tokens, heads,
         MASKED=key_mask is not None, D=channels, DP=triton.next_power_of_2(channels), ROWS=16,
     )  # fmt: skip
-    return inverse
+    return out
 
 
 @triton.jit
@@ -123,6 +127,42 @@ def through_unit(grad: Tensor, unit: Tensor, inverse: Tensor) -> Tensor:
     _through_unit[(triton.cdiv(rows, 16),)](
         grad, unit, inverse, out, rows,
         D=channels, DP=triton.next_power_of_2(channels), ROWS=16,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _pair_rows(
+    a, b, norm, total, out, rows, tokens, room,
+    A: tl.constexpr, B: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """[â | b̂ |a| room/total] in float16."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there, d = row < rows, tl.arange(0, W)
+    a_norm = tl.load(norm + row, mask=there, other=0)
+    scale = a_norm * room * _inverse(tl.load(total + row // tokens, mask=there, other=0))
+    at = out + row[:, None] * (2 * W) + d[None, :]
+    x = tl.load(a + row[:, None] * A + d[None, :], mask=there[:, None] & (d[None, :] < A), other=0)
+    x = x.to(tl.float32) * _inverse(a_norm)[:, None]
+    tl.store(at, x.to(tl.float16), mask=there[:, None])
+    x = tl.load(b + row[:, None] * B + d[None, :], mask=there[:, None] & (d[None, :] < B), other=0)
+    x = x.to(tl.float32)
+    x = x * (_inverse(tl.sqrt(tl.sum(x * x, axis=1))) * scale)[:, None]
+    tl.store(at + W, x.to(tl.float16), mask=there[:, None])
+
+
+def pair_rows(
+    a: Tensor, b: Tensor, a_norms: Tensor, total: Tensor, room: float, columns: int
+) -> Tensor:
+    """[â | b̂ |a| room/total] (B, H, N, 2 columns) in float16: what `outer.cu` reads of a token.
+
+    Rows a and b (B, H, N, D), norms of a (B, H, N), their sum `total` (B, H).
+    """
+    rows = a_norms.numel()
+    out = torch.empty(*a.shape[:3], 2 * columns, dtype=torch.float16, device=a.device)
+    _pair_rows[(triton.cdiv(rows, 16),)](
+        a, b, a_norms, total, out, rows, a.shape[2], room,
+        A=a.shape[3], B=b.shape[3], W=columns, ROWS=16,
     )  # fmt: skip
     return out
 
@@ -156,7 +196,7 @@ def _zero(out, at, n, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _pairs(
-    q, k, v, g, q_inverse, k_inverse, dq, dk, q_at, k_at, nq, nk,
+    q, k, v, g, q_norms, k_norms, dq, dk, q_at, k_at, nq, nk,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """A bucket of up to T queries and T keys: S = g vᵀ, dq = S k̂, dk = Sᵀ q̂."""
@@ -166,8 +206,8 @@ def _pairs(
     j = tl.load(k_at + t, mask=k_there, other=0)
     grad, value = _rows(g, i, q_there, e, E), _rows(v, j, k_there, e, E)
     query, key = _rows(q, i, q_there, d, D), _rows(k, j, k_there, d, D)
-    q_scale = tl.load(q_inverse + i, mask=q_there, other=0)
-    k_scale = tl.load(k_inverse + j, mask=k_there, other=0)
+    q_scale = _inverse(tl.load(q_norms + i, mask=q_there, other=0))
+    k_scale = _inverse(tl.load(k_norms + j, mask=k_there, other=0))
     s = tl.dot(grad, tl.trans(value), input_precision="ieee")
     # The norms go into S, which is rounded anyway: q and k stay as they were given.
     to_q = tl.dot((s * k_scale[None, :]).to(key.dtype), key, input_precision="ieee")
@@ -178,7 +218,7 @@ def _pairs(
 
 @triton.jit
 def _table(
-    a, b, c, a_inverse, out, a_at, na, c_at, nc,
+    a, b, c, a_norms, out, a_at, na, c_at, nc,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """out_i = (Σ_j â_j b_jᵀ) c_i, rows j of one list and i of another, EB columns at a time.
@@ -193,7 +233,7 @@ def _table(
             there = start + t < na
             j = tl.load(a_at + start + t, mask=there, other=0)
             row = _rows(a, j, there, d, D)
-            unit = row * tl.load(a_inverse + j, mask=there, other=0)[:, None]
+            unit = row * _inverse(tl.load(a_norms + j, mask=there, other=0))[:, None]
             other = _rows(b, j, there, e, E)
             table = tl.dot(tl.trans(unit.to(row.dtype)), other, table, input_precision="ieee")
         small = tl.trans(table).to(a.dtype.element_ty)
@@ -209,15 +249,15 @@ def _table(
 
 @triton.jit
 def _outer_sums(
-    q, k, v, g, q_inverse, k_inverse, dq, dk, q_list, k_list, q_first, k_first,
-    head0, queries, keys, hashes, buckets,
+    q, k, v, g, q_norms, k_norms, dq, dk, q_list, k_list, q_first, k_first,
+    head0, queries, keys, hashes, used, buckets,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, EB: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
     """One bucket of one hash, both gradients: each of its rows is written, once."""
     c, group = tl.program_id(0) % buckets, (tl.program_id(0) // buckets).to(tl.int64)
-    bh = head0 + group // hashes
-    at = head0 * hashes + group
+    bh = head0 + group // used
+    at = bh * hashes + group % used
     q_first += at * (buckets + 1) + c
     k_first += at * (buckets + 1) + c
     q0, k0 = tl.load(q_first), tl.load(k_first)
@@ -234,39 +274,62 @@ def _outer_sums(
         k += bh * keys * D
         v += bh * keys * E
         g += bh * queries * E
-        q_inverse += bh * queries
-        k_inverse += bh * keys
+        q_norms += bh * queries
+        k_norms += bh * keys
         if (nq <= 16) & (nk <= 16):
-            _pairs(q, k, v, g, q_inverse, k_inverse, dq, dk, q_at, k_at, nq, nk,
+            _pairs(q, k, v, g, q_norms, k_norms, dq, dk, q_at, k_at, nq, nk,
                    D, DP, E, EP, 16)  # fmt: skip
         elif (nq <= T) & (nk <= T):
-            _pairs(q, k, v, g, q_inverse, k_inverse, dq, dk, q_at, k_at, nq, nk,
+            _pairs(q, k, v, g, q_norms, k_norms, dq, dk, q_at, k_at, nq, nk,
                    D, DP, E, EP, T)  # fmt: skip
         else:
-            _table(k, v, g, k_inverse, dq, k_at, nk, q_at, nq, D, DP, E, EB, T)
-            _table(q, g, v, q_inverse, dk, q_at, nq, k_at, nk, D, DP, E, EB, T)
+            _table(k, v, g, k_norms, dq, k_at, nk, q_at, nq, D, DP, E, EB, T)
+            _table(q, g, v, q_norms, dk, q_at, nq, k_at, nk, D, DP, E, EB, T)
 
 
 @triton.jit
-def _sum_hashes(
-    parts, x, inverse, out, scale, row0, rows, tokens, hashes,
-    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
+def _finish(
+    parts, x, norm, total, out, scale, row0, rows, tokens, hashes,
+    FLOAT16: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Add up what each hash gave a row, and take it through the norm of the row."""
+    """Add up what each hash gave a row, scale it, and take it through the norm of the row x."""
     local = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row, d = row0 + local, tl.arange(0, DP)
-    factor = tl.load(inverse + row, mask=local < rows, other=0)
-    there = (factor != 0)[:, None] & (d[None, :] < D)  # masked rows were never written
-    at = parts + (local // tokens * hashes * tokens + local % tokens)[:, None] * D + d[None, :]
-    total = tl.zeros((ROWS, DP), tl.float32)
+    size = tl.load(norm + row, mask=local < rows, other=0)
+    there = (size != 0)[:, None] & (d[None, :] < D)  # masked rows may hold anything
+    column = d
+    if FLOAT16:  # the order in which outer.cu keeps columns
+        column = d // 32 * 32 + d // 2 % 4 * 8 + d // 8 % 4 * 2 + d % 2
+    at = parts + (local // tokens * hashes * tokens + local % tokens)[:, None] * W + column[None, :]
+    grad = tl.zeros((ROWS, DP), tl.float32)
     for _ in range(hashes):
-        total += tl.load(at, mask=there, other=0).to(tl.float32)
-        at += tokens * D
+        grad += tl.load(at, mask=there, other=0).to(tl.float32)
+        at += tokens * W
     u = tl.load(x + row[:, None] * D + d[None, :], mask=there, other=0).to(tl.float32)
-    u = u * factor[:, None]
-    result = (total - tl.sum(total * u, axis=1)[:, None] * u) * (factor * scale)[:, None]
+    inverse = _inverse(tl.sqrt(tl.sum(u * u, axis=1)))
+    u = u * inverse[:, None]
+    factor = inverse * scale
+    if FLOAT16:
+        factor *= size * tl.load(total + row // tokens, mask=local < rows, other=0)
+    result = (grad - tl.sum(grad * u, axis=1)[:, None] * u) * factor[:, None]
     ok = (local < rows)[:, None] & (d[None, :] < D)
     tl.store(out + row[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=ok)
+
+
+def finish(sums: Tensor, x: Tensor, norms: Tensor, total: Tensor, scale: float) -> Tensor:
+    """The gradient of rows x (B, H, N, D) from the sums that `outer.cu` left for them.
+
+    The sums (B, H, N, columns) have lost a factor of `norms` (B, H, N) and of `total` (B, H) each,
+    which is given back. Where the widths agree, the gradient takes the memory of the sums.
+    """
+    channels, columns = x.shape[3], sums.shape[3]
+    fits = channels == columns and sums.element_size() == x.element_size()
+    out = sums.view(x.dtype) if fits else torch.empty_like(x)
+    _finish[(triton.cdiv(norms.numel(), 16),)](
+        sums, x, norms, total, out, scale, 0, norms.numel(), x.shape[2], 1,
+        FLOAT16=True, D=channels, DP=triton.next_power_of_2(channels), W=columns, ROWS=16,
+    )  # fmt: skip
+    return out
 
 
 def outer_sums(
@@ -274,42 +337,43 @@ def outer_sums(
     k: Tensor,
     v: Tensor,
     g: Tensor,
-    q_inverse: Tensor,
-    k_inverse: Tensor,
+    key_mask: Tensor | None,
     q_lists: tuple[Tensor, Tensor],
     k_lists: tuple[Tensor, Tensor],
     scale: float,
+    used: int,
     part_bytes: int,
 ) -> tuple[Tensor, Tensor]:
     """dQ_i = scale Σ_h Σ_j [same bucket] (g_i·v_j) k̂_j through the norm of q_i, and dK likewise.
 
-    Rows (B, H, N, D) in one dtype, 1/norms (B, H, N), lists as `kernels.bucket_lists` makes them.
-    Each hash writes its part of every row, and the parts are added up: no atomics, the same order
-    on every run. Heads take turns so that parts stay within `part_bytes`.
+    Rows (B, H, N, D) in one dtype, `verbs.Lists`, of which the first `used` hashes count. Each hash
+    writes its part of every row, and the parts are added up: no atomics, the same order on every
+    run. Heads take turns so that parts stay within `part_bytes`.
     """
     batch, heads, queries, channels = q.shape
     keys, width = v.shape[2:]
     (q_list, q_first), (k_list, k_first) = q_lists, k_lists
     hashes, buckets = q_first.shape[2], q_first.shape[3] - 1
+    q_norms, k_norms = norms(q), norms(k, key_mask)
     padded = [max(16, triton.next_power_of_2(n)) for n in (channels, width)]
     wide = max(padded) > 128  # shorter tiles, which fit
-    size = hashes * (queries + keys) * channels * q.element_size()
+    size = used * (queries + keys) * channels * q.element_size()
     step = min(batch * heads, max(1, part_bytes // size))
-    parts = [q.new_empty(step, hashes, n, channels) for n in (queries, keys)]
+    parts = [q.new_empty(step, used, n, channels) for n in (queries, keys)]
     grads = torch.empty_like(q), torch.empty_like(k)
     for head in range(0, batch * heads, step):
         now = min(step, batch * heads - head)
-        _outer_sums[(now * hashes * buckets,)](
-            q, k, v, g, q_inverse, k_inverse, *parts, q_list, k_list, q_first, k_first,
-            head, queries, keys, hashes, buckets,
+        _outer_sums[(now * used * buckets,)](
+            q, k, v, g, q_norms, k_norms, *parts, q_list, k_list, q_first, k_first,
+            head, queries, keys, hashes, used, buckets,
             D=channels, DP=padded[0], E=width, EP=padded[1],
             EB=min(padded[1], 16 if wide else 64), T=16 if wide else 32,
             num_warps=1 if max(padded) <= 64 else 4, num_stages=1,
         )  # fmt: skip
-        sides = zip(parts, (q, k), (q_inverse, k_inverse), grads, (queries, keys), strict=True)
-        for part, x, inverse, grad, tokens in sides:
-            _sum_hashes[(triton.cdiv(now * tokens, 16),)](
-                part, x, inverse, grad, scale, head * tokens, now * tokens, tokens, hashes,
-                D=channels, DP=padded[0], ROWS=16, num_warps=4,
+        sides = zip(parts, (q, k), (q_norms, k_norms), grads, (queries, keys), strict=True)
+        for part, x, norm, grad, tokens in sides:
+            _finish[(triton.cdiv(now * tokens, 16),)](
+                part, x, norm, norm, grad, scale, head * tokens, now * tokens, tokens, used,
+                FLOAT16=False, D=channels, DP=padded[0], W=channels, ROWS=16, num_warps=4,
             )  # fmt: skip
     return grads

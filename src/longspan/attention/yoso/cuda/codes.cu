@@ -1,0 +1,189 @@
+// Codes and what follows from them alone: compiled by NVRTC for
+//
+//   BITS   bits of a code, 1 to 16; codes are uint8 up to 8 bits, uint16 above
+
+#include "common.cuh"
+
+constexpr int BUCKETS = 1 << BITS;
+constexpr int DIGIT = 256, PASSES = BITS > 8 ? 2 : 1;  // radix sort of codes by bytes
+constexpr int THREADS = 512, WARPS = THREADS / 32;
+
+template <bool WIDE> struct CodeType { using type = uint8_t; };
+template <> struct CodeType<true> { using type = uint16_t; };
+using Code = CodeType<(BITS > 8)>::type;
+
+// How many tokens of this warp had the digit before this lane's. One step for all lanes: with PASSES
+// of two the order of equal digits must be that of the lanes; else any order that is always the same
+// will do, and the hardware's order of additions to one warp's own counters is.
+__device__ inline uint32_t take_rank(uint16_t* count, uint32_t digit) {
+  if constexpr (PASSES == 1) {
+    if (digit >= DIGIT) return 0;
+    const uint32_t shift = digit % 2 * 16;  // half a word, which never overflows
+    return atomicAdd((uint32_t*)count + digit / 2, 1u << shift) >> shift & 0xffff;
+  } else {
+    const uint32_t same = __match_any_sync(~0u, digit);
+    const uint32_t before = __popc(same & ((1u << threadIdx.x % 32) - 1));
+    const uint32_t base = digit < DIGIT ? (uint32_t)count[digit] : 0;
+    __syncwarp();
+    if (digit < DIGIT && before == 0) count[digit] = base + __popc(same);
+    __syncwarp();
+    return base + before;
+  }
+}
+
+// Tokens of one (head, hash) in the order of their codes; the first of every bucket in `first`.
+// Order within a bucket depends on nothing but the codes: every run adds in the same order.
+template <int PER>
+__device__ void sort(const Code* codes, const bool* mask, int n, uint16_t* to,
+                     uint16_t* between, uint32_t* first, uint16_t (*count)[DIGIT]) {
+  __shared__ uint32_t start[DIGIT];
+  __shared__ uint32_t warp_total[WARPS];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int tokens = n;
+  for (int pass = 0; pass < PASSES; pass++) {
+    uint16_t* out = pass == PASSES - 1 ? to : between;
+    // A warp takes neighbouring tokens, `rounds` of a lane: their digits and ranks stay here.
+    const int rounds = (tokens + THREADS - 1) / THREADS, begin = warp * 32 * rounds + lane;
+    uint32_t held[PER];
+#pragma unroll
+    for (int u = 0; u < PER; u++) {
+      if (u >= rounds) break;
+      const int i = begin + u * 32;
+      const bool there = i < tokens && !(pass == 0 && mask && !mask[i]);
+      const int token = there && pass > 0 ? between[i] : i;
+      held[u] = there ? (uint32_t)codes[token] >> 8 * pass & (DIGIT - 1) : DIGIT;
+    }
+    for (int i = threadIdx.x; i < WARPS * DIGIT / 2; i += THREADS) ((uint32_t*)count)[i] = 0;
+    __syncthreads();
+#pragma unroll
+    for (int u = 0; u < PER; u++) {
+      if (u >= rounds) break;
+      held[u] |= take_rank(count[warp], held[u]) << 16;
+    }
+    __syncthreads();
+    // Where each warp's tokens of each digit begin: scan over digits, then over warps.
+    uint32_t total = 0;
+    if (threadIdx.x < DIGIT) {
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) {
+        const uint32_t c = count[w][threadIdx.x];
+        count[w][threadIdx.x] = total;
+        total += c;
+      }
+    }
+    uint32_t sum = total;
+    for (int o = 1; o < 32; o *= 2) {
+      const uint32_t other = __shfl_up_sync(~0u, sum, o);
+      if (lane >= o) sum += other;
+    }
+    if (lane == 31) warp_total[warp] = sum;
+    __syncthreads();
+    uint32_t before = 0;
+    for (int w = 0; w < warp; w++) before += warp_total[w];
+    if (threadIdx.x < DIGIT) start[threadIdx.x] = before + sum - total;
+    __syncthreads();
+#pragma unroll
+    for (int u = 0; u < PER; u++) {
+      if (u >= rounds) break;
+      const uint32_t digit = held[u] & 0xffff;
+      const int i = begin + u * 32;
+      if (digit < DIGIT)
+        out[start[digit] + count[warp][digit] + (held[u] >> 16)] = pass ? between[i] : i;
+    }
+    tokens = 0;
+    for (int w = 0; w < DIGIT / 32; w++) tokens += warp_total[w];
+    __syncthreads();
+  }
+  if constexpr (PASSES == 1) {
+    for (int c = threadIdx.x; c <= BUCKETS; c += THREADS)
+      first[c] = c < BUCKETS ? start[c] : tokens;
+  } else {
+    for (int i = threadIdx.x; i <= tokens; i += THREADS) {
+      const int here = i < tokens ? codes[to[i]] : BUCKETS;
+      for (int c = i ? codes[to[i - 1]] + 1 : 0; c <= here; c++) first[c] = i;
+    }
+  }
+  __syncthreads();
+}
+
+// One block a (head, hash) and run of `tile` tokens.
+// codes (BH, m, n); mask (B, n) or null; list (BH, m, n), numbers within the run; first (BH, m, tiles,
+// C + 1).
+template <int PER>
+__device__ void run_bucket_lists(const Code* codes, const bool* mask, uint16_t* list,
+                                 uint32_t* first, int64_t heads, int64_t hashes, int64_t n,
+                                 int64_t tile) {
+  __shared__ __align__(16) uint16_t count[WARPS][DIGIT];
+  __shared__ __align__(16) uint16_t near[PASSES][PER * THREADS];
+  const int64_t at = blockIdx.x, tiles = (n + tile - 1) / tile;
+  const int64_t bhm = at / tiles, from = at % tiles * tile, start = bhm * n + from;
+  first += at * (BUCKETS + 1);
+  sort<PER>(codes + start, mask ? mask + bhm / hashes / heads * n + from : nullptr,
+            (int)min(tile, n - from), near[0], near[PASSES - 1], first, count);
+  for (uint32_t i = threadIdx.x; i < first[BUCKETS]; i += THREADS) list[start + i] = near[0][i];
+}
+
+#define BUCKET_LISTS(NAME, PER)                                                            \
+  extern "C" __global__ void __launch_bounds__(THREADS) NAME(                              \
+      const Code* codes, const bool* mask, uint16_t* list, uint32_t* first, int64_t heads, \
+      int64_t hashes, int64_t n, int64_t tile) {                                           \
+    run_bucket_lists<PER>(codes, mask, list, first, heads, hashes, n, tile);               \
+  }
+BUCKET_LISTS(bucket_lists_4k, 4096 / THREADS)
+BUCKET_LISTS(bucket_lists, 16384 / PASSES / THREADS)
+
+// Lists of runs of `tile` tokens as one list of the whole sequence: entry by entry to its place.
+// from, to (BH, m, n); first (BH, m, tiles, C + 1) within the tile; place (BH, m, tiles, C) of each
+// bucket of each tile in the whole.
+template <class Index>
+__device__ void run_bucket_merge(const Code* codes, const uint16_t* from, const uint32_t* first,
+                                 const uint32_t* place, Index* to, int64_t n, int64_t tile) {
+  const int64_t at = blockIdx.x, tiles = (n + tile - 1) / tile;
+  const int64_t bhm = at / tiles, start = bhm * n + at % tiles * tile;
+  first += at * (BUCKETS + 1);
+  place += at * BUCKETS;
+  for (uint32_t i = threadIdx.x; i < first[BUCKETS]; i += THREADS) {
+    const uint32_t token = from[start + i], bucket = codes[start + token];
+    to[bhm * n + place[bucket] + i - first[bucket]] = (Index)(at % tiles * tile + token);
+  }
+}
+
+#define BUCKET_MERGE(NAME, INDEX)                                                                 \
+  extern "C" __global__ void __launch_bounds__(THREADS)                                           \
+      NAME(const Code* codes, const uint16_t* from, const uint32_t* first, const uint32_t* place, \
+           INDEX* to, int64_t n, int64_t tile) {                                                  \
+    run_bucket_merge(codes, from, first, place, to, n, tile);                                     \
+  }
+BUCKET_MERGE(bucket_merge_16, uint16_t)
+BUCKET_MERGE(bucket_merge_32, uint32_t)
+
+// Gaussian projections (H, m, PLANES, DP) in bfloat16: the numbers of random.py, zero where padded.
+// One thread a pair of Box–Muller; `count` numbers in all, laid out (H, m, BITS, channels) there.
+__device__ inline uint32_t mix(uint32_t x) {
+  x = (x ^ x >> 16) * 0x7FEB352Du;
+  x = (x ^ x >> 15) * 0x846CA68Bu;
+  return x ^ x >> 16;
+}
+
+extern "C" __global__ void gaussian_planes(const int64_t* seed, uint16_t* planes, int64_t count,
+                                           int64_t channels, int64_t planes_padded,
+                                           int64_t channels_padded) {
+  const int64_t half = (count + 1) / 2;
+  const int64_t at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (at >= half) return;
+  const uint32_t low = (uint32_t)*seed, high = (uint32_t)(*seed >> 32);
+  auto uniform = [&](int64_t i) {
+    return ((double)mix(mix(mix((uint32_t)i) ^ low) ^ high) + 1) * 0x1p-32;
+  };
+  double sine, cosine;
+  sincos(6.283185307179586 * uniform(half + at), &sine, &cosine);
+  const double radius = sqrt(-2 * log(uniform(at)));
+  auto put = [&](int64_t i, double value) {
+    if (i >= count) return;
+    const int64_t plane = i / channels, hash = plane / BITS;
+    planes[(hash * planes_padded + plane % BITS) * channels_padded + i % channels] =
+        (uint16_t)pack((float)value, 0, BF16);
+  };
+  put(at, radius * cosine);
+  put(half + at, radius * sine);
+}
