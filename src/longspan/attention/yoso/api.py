@@ -55,8 +55,9 @@ def yoso(
         hashing: "gaussian" hyperplanes, or "hadamard": rows of random Hadamard products, each bit
             of a code from a different product.
         gradient: of the collision probability p^τ with respect to the cosine: "surrogate" is the
-            paper's lower bound (τ/2) p^τ, "true" the derivative, both on the sampled pairs. The
-            reference of "true" looks at every pair: time N², memory N.
+            paper's lower bound (τ/2) p^τ, "true" the derivative, both on the sampled pairs. Its
+            reference looks at every pair: time N², memory N. Its fused kernel draws 16 tokens of a
+            fuller bucket, afresh for each token that meets it: linear, and right on average.
         backward_hashes: how many of the hashes dq and dk are sampled with; None for all. Fewer are
             faster, and for a given gradient of the output still right on average: hashes are
             independent, so that the first ones are as random a choice as any. dv takes all.
@@ -75,7 +76,7 @@ def yoso(
         backward_hashes = num_hashes
     checks.integer("backward_hashes", backward_hashes, 1, num_hashes)
     checks.seed(seed)
-    reasons = why_not_fused(q.device) + kernels.why_not_these(q, v, gradient)
+    reasons = why_not_fused(q.device) + kernels.why_not_these(q, v)
     run = dispatch.select(impl, reference=reference.yoso, fused=kernels.yoso, reasons=reasons)
     seed = draw_seed(q.device) if seed is None else seed
     sampling = num_hashes, hash_bits, hashing, gradient, backward_hashes

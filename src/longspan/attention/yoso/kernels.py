@@ -12,8 +12,7 @@ from longspan.attention.random import Seed
 from longspan.attention.yoso import verbs
 from longspan.attention.yoso.hashing import projections
 
-# Tiles of wider float32 rows, which float16 is multiplied in too, do not fit into shared memory.
-MAX_CHANNELS = {torch.bfloat16: 256, torch.float16: 128, torch.float32: 128}
+MAX_CHANNELS = 256
 PART_BYTES = 1 << 28  # of the parts of gradients at a time; more heads take turns
 
 
@@ -34,16 +33,13 @@ def why_not(device: torch.device) -> list[str]:
     return reasons
 
 
-def why_not_these(q: Tensor, v: Tensor, gradient: str) -> list[str]:
+def why_not_these(q: Tensor, v: Tensor) -> list[str]:
     """Why the kernels cannot run on these tensors; empty where they can."""
     reasons = []
-    if q.dtype not in MAX_CHANNELS:
+    if q.dtype not in verbs.TYPES:
         reasons.append(f"yoso has no fused kernel for {q.dtype}")
-    elif max(q.shape[3], v.shape[3]) > MAX_CHANNELS[q.dtype]:
-        most = MAX_CHANNELS[q.dtype]
-        reasons.append(f"yoso has no fused kernel for more than {most} channels of {q.dtype}")
-    if gradient == "true":
-        reasons.append("yoso has no fused kernel for gradient='true'")
+    if max(q.shape[3], v.shape[3]) > MAX_CHANNELS:
+        reasons.append(f"yoso has no fused kernel for more than {MAX_CHANNELS} channels")
     return reasons
 
 
@@ -72,8 +68,9 @@ def yoso(
     v = F.pad(v, (0, -width % 8)) if width % 8 else v  # rows of whole 16-byte words
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     y = _Fused.apply(
-        q, k, v, key_mask, seed, planes, num_hashes, hash_bits, backward_hashes, normalize, keep
-    )
+        q, k, v, key_mask, seed, planes, num_hashes, hash_bits, backward_hashes, normalize,
+        gradient == "true", keep,
+    )  # fmt: skip
     return y[..., :width] if width % 8 else y
 
 
@@ -93,20 +90,21 @@ class _Fused(torch.autograd.Function):
         hash_bits: int,
         backward_hashes: int,
         normalize: bool,
+        true: bool,
         keep: bool,
     ) -> Tensor:
         y, *saved = torch.ops.longspan.yoso_forward(
             q, k, v, key_mask, seed, planes, num_hashes, hash_bits, normalize, keep
         )
-        ctx.save_for_backward(q, k, v, key_mask, y, *saved)
-        ctx.options = hash_bits, backward_hashes, normalize
+        ctx.save_for_backward(q, k, v, key_mask, y, *saved, seed)
+        ctx.options = hash_bits, backward_hashes, normalize, true
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         grads = torch.ops.longspan.yoso_backward(g, *ctx.saved_tensors, *ctx.options)
-        return *grads, *[None] * 8
+        return *grads, *[None] * 9
 
 
 @torch.library.custom_op("longspan::yoso_forward", mutates_args=(), device_types="cuda")
@@ -124,6 +122,8 @@ def yoso_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The sum over collisions; to `keep` for the backward, or empty: 1/norm of its rows, the codes
     of q by hash and of k by token, the lists of k."""
+    from longspan.attention.yoso import triton
+
     with torch.cuda.device(q.device):
         q, k, v = (verbs.aligned(x) for x in (q, k, v))
         key_mask = None if key_mask is None else key_mask.contiguous()
@@ -131,8 +131,7 @@ def yoso_forward(
             tiles = verbs.gaussian_planes(seed, q.shape[1], q.shape[3], num_hashes, hash_bits)
         else:
             tiles = verbs.plane_tiles(planes)
-        q_token, q_hash = verbs.hash_codes(q, tiles, hash_bits)
-        k_token, k_hash = verbs.hash_codes(k, tiles, hash_bits)
+        (q_token, q_hash), (k_token, k_hash) = triton.hash_codes(q, k, tiles, hash_bits)
         bits = verbs.compact_bits(q.shape[2] + k.shape[2], hash_bits)
         if bits != hash_bits:
             q_hash, k_hash = verbs.compact_codes(q_hash, k_hash, bits)
@@ -192,33 +191,41 @@ def yoso_backward(
     k_token: Tensor,
     k_order: Tensor,
     k_first: Tensor,
+    seed: Tensor,
     hash_bits: int,
     backward_hashes: int,
     normalize: bool,
+    true: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The surrogate gradients of q and k and the gradient of v."""
+    """The surrogate or true gradients of q and k, and the gradient of v."""
     from longspan.attention.yoso import triton
 
     bits = verbs.compact_bits(q.shape[2] + k.shape[2], hash_bits)
+    k_lists = verbs.Lists(k_order, k_first)
     with torch.cuda.device(q.device):
         q, k, v, g = (verbs.aligned(x.contiguous()) for x in (q, k, v, g))
         key_mask = None if key_mask is None else key_mask.contiguous()
+        fast = v.dtype == torch.bfloat16 and max(q.shape[3], v.shape[3]) <= 128 and not true
+        if fast and not torch.are_deterministic_algorithms_enabled():
+            g, scales = verbs.measure(g, (y, inverse) if normalize else None, v, key_mask)
+            scale = hash_bits / 2 / backward_hashes
+            return verbs.surrogate(
+                q, k, v, g, key_mask, scales, q_hash, k_token, k_lists, bits, scale, backward_hashes
+            )
         if normalize:
             g = triton.through_unit(g, y, inverse)
-        lists = verbs.bucket_lists(q_hash, None, bits), verbs.Lists(k_order, k_first)
+        lists = verbs.bucket_lists(q_hash, None, bits), k_lists
         dv, _ = verbs.collide(lists[0], g, k_token, key_mask, bits, normalize=False)
-        scale = hash_bits / 2 / backward_hashes
-        narrow = max(q.shape[3], v.shape[3]) <= 128
-        if (
-            v.dtype == torch.bfloat16
-            and narrow
-            and not torch.are_deterministic_algorithms_enabled()
-        ):
-            dq, dk = verbs.outer_sums(q, k, v, g, key_mask, *lists, scale, backward_hashes)
+        if true:
+            scale = hash_bits / backward_hashes
+            dq, dk = verbs.true_gradient(
+                q, k, v, g, key_mask, q_hash, k_token, *lists, bits, scale, backward_hashes, seed
+            )
         else:
             # float16 products would lose digits that the reference keeps.
             dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
             room = max(PART_BYTES, 4 * v.numel() * dtype.itemsize)
+            scale = hash_bits / 2 / backward_hashes
             dq, dk = triton.outer_sums(
                 q.to(dtype), k.to(dtype), v.to(dtype), g.to(dtype),
                 key_mask, *lists, scale, backward_hashes, room,
@@ -239,8 +246,10 @@ def _(
     k_token: Tensor,
     k_order: Tensor,
     k_first: Tensor,
+    seed: Tensor,
     hash_bits: int,
     backward_hashes: int,
     normalize: bool,
+    true: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)

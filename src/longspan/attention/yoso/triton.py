@@ -8,11 +8,18 @@ from torch import Tensor
 
 @triton.jit
 def _hash_codes(
-    x, planes, by_token, by_hash, tokens, heads, hashes, stride_b, stride_h, stride_n,
+    x, planes, by_token, by_hash, x_step, token_step, hash_step,
+    tokens, heads, hashes, stride_b, stride_h, stride_n,
     D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
     X_PIECES: tl.constexpr, PLANE_PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Codes of ROWS tokens of a head: the signs of their projections, BITS (8 or 16) a hash."""
+    """Codes of ROWS tokens of a head: the signs of their projections, BITS (8 or 16) a hash.
+
+    The third index of the grid takes a tensor after another, so many numbers further on.
+    """
+    x += tl.program_id(2).to(tl.int64) * x_step
+    by_token += tl.program_id(2).to(tl.int64) * token_step
+    by_hash += tl.program_id(2).to(tl.int64) * hash_step
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     bh = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, DP)
@@ -49,25 +56,41 @@ def _hash_codes(
         tl.store(by_hash + hash_at, code, mask=there)
 
 
-def hash_codes(x: Tensor, planes: Tensor, hash_bits: int) -> tuple[Tensor, Tensor]:
-    """Codes of x (B, H, N, D), token by token (B, H, N, m) and hash by hash (B, H, m, N).
+def hash_codes(
+    q: Tensor, k: Tensor, planes: Tensor, hash_bits: int
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Codes of q and of k (B, H, N, D), each by token (B, H, N, m) and by hash (B, H, m, N).
 
-    planes (H, pieces, m, 8 or 16, DP), their pieces adding up to the projections. x is split into
-    as many pieces of their dtype, bfloat16 or float32, as hold its digits.
+    planes (H, pieces, m, 8 or 16, DP), their pieces adding up to the projections. Rows are split
+    into as many pieces of their dtype, bfloat16 or float32, as hold their digits.
     """
-    batch, heads, tokens, channels = x.shape
     _, pieces, hashes, bits, padded = planes.shape
-    dtype = torch.uint8 if hash_bits <= 8 else torch.uint16
-    by_token = torch.empty(batch, heads, tokens, hashes, dtype=dtype, device=x.device)
-    by_hash = torch.empty(batch, heads, hashes, tokens, dtype=dtype, device=x.device)
-    x_pieces = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[x.dtype]
+    code = torch.uint8 if hash_bits <= 8 else torch.uint16
+    x_pieces = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[q.dtype]
     x_pieces = x_pieces if planes.dtype == torch.bfloat16 else 1
-    _hash_codes[(triton.cdiv(tokens, 128), batch * heads)](
-        x, planes, by_token, by_hash, tokens, heads, hashes, *x.stride()[:3],
-        D=channels, DP=padded, BITS=bits, STEP=64 // bits, ROWS=128,
-        X_PIECES=x_pieces, PLANE_PIECES=pieces, num_warps=4,
-    )  # fmt: skip
-    return by_token, by_hash
+    found = []
+    for x in (q, k):
+        batch, heads, tokens, channels = x.shape
+        by_token = torch.empty(batch, heads, tokens, hashes, dtype=code, device=x.device)
+        found.append((by_token, torch.empty_like(by_token).view(batch, heads, hashes, tokens)))
+    # Tensors of one shape go in one launch, which costs as much as the work at short lengths.
+    both = q.shape == k.shape and q.stride() == k.stride()
+    steps = [_step(a, b) for a, b in zip((q, *found[0]), (k, *found[1]), strict=True)]
+    for x, codes in zip((q, k), found, strict=True):
+        batch, heads, tokens, channels = x.shape
+        _hash_codes[(triton.cdiv(tokens, 128), batch * heads, 2 if both else 1)](
+            x, planes, *codes, *steps, tokens, heads, hashes, *x.stride()[:3],
+            D=channels, DP=padded, BITS=bits, STEP=64 // bits, ROWS=128,
+            X_PIECES=x_pieces, PLANE_PIECES=pieces, num_warps=4,
+        )  # fmt: skip
+        if both:
+            break
+    return found[0], found[1]
+
+
+def _step(a: Tensor, b: Tensor) -> int:
+    """How many numbers b lies behind a."""
+    return (b.data_ptr() - a.data_ptr()) // a.element_size()
 
 
 @triton.jit
@@ -127,42 +150,6 @@ def through_unit(grad: Tensor, unit: Tensor, inverse: Tensor) -> Tensor:
     _through_unit[(triton.cdiv(rows, 16),)](
         grad, unit, inverse, out, rows,
         D=channels, DP=triton.next_power_of_2(channels), ROWS=16,
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _pair_rows(
-    a, b, norm, total, out, rows, tokens, room,
-    A: tl.constexpr, B: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """[â | b̂ |a| room/total] in float16."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there, d = row < rows, tl.arange(0, W)
-    a_norm = tl.load(norm + row, mask=there, other=0)
-    scale = a_norm * room * _inverse(tl.load(total + row // tokens, mask=there, other=0))
-    at = out + row[:, None] * (2 * W) + d[None, :]
-    x = tl.load(a + row[:, None] * A + d[None, :], mask=there[:, None] & (d[None, :] < A), other=0)
-    x = x.to(tl.float32) * _inverse(a_norm)[:, None]
-    tl.store(at, x.to(tl.float16), mask=there[:, None])
-    x = tl.load(b + row[:, None] * B + d[None, :], mask=there[:, None] & (d[None, :] < B), other=0)
-    x = x.to(tl.float32)
-    x = x * (_inverse(tl.sqrt(tl.sum(x * x, axis=1))) * scale)[:, None]
-    tl.store(at + W, x.to(tl.float16), mask=there[:, None])
-
-
-def pair_rows(
-    a: Tensor, b: Tensor, a_norms: Tensor, total: Tensor, room: float, columns: int
-) -> Tensor:
-    """[â | b̂ |a| room/total] (B, H, N, 2 columns) in float16: what `outer.cu` reads of a token.
-
-    Rows a and b (B, H, N, D), norms of a (B, H, N), their sum `total` (B, H).
-    """
-    rows = a_norms.numel()
-    out = torch.empty(*a.shape[:3], 2 * columns, dtype=torch.float16, device=a.device)
-    _pair_rows[(triton.cdiv(rows, 16),)](
-        a, b, a_norms, total, out, rows, a.shape[2], room,
-        A=a.shape[3], B=b.shape[3], W=columns, ROWS=16,
     )  # fmt: skip
     return out
 
@@ -288,48 +275,25 @@ def _outer_sums(
 
 
 @triton.jit
-def _finish(
-    parts, x, norm, total, out, scale, row0, rows, tokens, hashes,
-    FLOAT16: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
+def _sum_hashes(
+    parts, x, norm, out, scale, row0, rows, tokens, hashes,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Add up what each hash gave a row, scale it, and take it through the norm of the row x."""
+    """Add up what each hash gave a row, and take it through the norm of the row."""
     local = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row, d = row0 + local, tl.arange(0, DP)
-    size = tl.load(norm + row, mask=local < rows, other=0)
-    there = (size != 0)[:, None] & (d[None, :] < D)  # masked rows may hold anything
-    column = d
-    if FLOAT16:  # the order in which outer.cu keeps columns
-        column = d // 32 * 32 + d // 2 % 4 * 8 + d // 8 % 4 * 2 + d % 2
-    at = parts + (local // tokens * hashes * tokens + local % tokens)[:, None] * W + column[None, :]
-    grad = tl.zeros((ROWS, DP), tl.float32)
+    inverse = _inverse(tl.load(norm + row, mask=local < rows, other=0))
+    there = (inverse != 0)[:, None] & (d[None, :] < D)  # masked rows were never written
+    at = parts + (local // tokens * hashes * tokens + local % tokens)[:, None] * D + d[None, :]
+    total = tl.zeros((ROWS, DP), tl.float32)
     for _ in range(hashes):
-        grad += tl.load(at, mask=there, other=0).to(tl.float32)
-        at += tokens * W
+        total += tl.load(at, mask=there, other=0).to(tl.float32)
+        at += tokens * D
     u = tl.load(x + row[:, None] * D + d[None, :], mask=there, other=0).to(tl.float32)
-    inverse = _inverse(tl.sqrt(tl.sum(u * u, axis=1)))
     u = u * inverse[:, None]
-    factor = inverse * scale
-    if FLOAT16:
-        factor *= size * tl.load(total + row // tokens, mask=local < rows, other=0)
-    result = (grad - tl.sum(grad * u, axis=1)[:, None] * u) * factor[:, None]
+    result = (total - tl.sum(total * u, axis=1)[:, None] * u) * (inverse * scale)[:, None]
     ok = (local < rows)[:, None] & (d[None, :] < D)
     tl.store(out + row[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=ok)
-
-
-def finish(sums: Tensor, x: Tensor, norms: Tensor, total: Tensor, scale: float) -> Tensor:
-    """The gradient of rows x (B, H, N, D) from the sums that `outer.cu` left for them.
-
-    The sums (B, H, N, columns) have lost a factor of `norms` (B, H, N) and of `total` (B, H) each,
-    which is given back. Where the widths agree, the gradient takes the memory of the sums.
-    """
-    channels, columns = x.shape[3], sums.shape[3]
-    fits = channels == columns and sums.element_size() == x.element_size()
-    out = sums.view(x.dtype) if fits else torch.empty_like(x)
-    _finish[(triton.cdiv(norms.numel(), 16),)](
-        sums, x, norms, total, out, scale, 0, norms.numel(), x.shape[2], 1,
-        FLOAT16=True, D=channels, DP=triton.next_power_of_2(channels), W=columns, ROWS=16,
-    )  # fmt: skip
-    return out
 
 
 def outer_sums(
@@ -372,8 +336,8 @@ def outer_sums(
         )  # fmt: skip
         sides = zip(parts, (q, k), (q_norms, k_norms), grads, (queries, keys), strict=True)
         for part, x, norm, grad, tokens in sides:
-            _finish[(triton.cdiv(now * tokens, 16),)](
-                part, x, norm, norm, grad, scale, head * tokens, now * tokens, tokens, used,
-                FLOAT16=False, D=channels, DP=padded[0], W=channels, ROWS=16, num_warps=4,
+            _sum_hashes[(triton.cdiv(now * tokens, 16),)](
+                part, x, norm, grad, scale, head * tokens, now * tokens, tokens, used,
+                D=channels, DP=padded[0], ROWS=16, num_warps=4,
             )  # fmt: skip
     return grads

@@ -12,12 +12,15 @@ from torch import Tensor
 from longspan.attention import nvrtc
 from longspan.attention.yoso.tables import compact
 
-CODES, TABLES, OUTER = (
-    Path(__file__).with_name("cuda") / f"{name}.cu" for name in ("codes", "tables", "outer")
+CODES, TABLES, ROWS, OUTER, WALK = (
+    Path(__file__).with_name("cuda") / f"{name}.cu"
+    for name in ("codes", "tables", "rows", "outer", "walk")
 )
 TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 TABLE_BYTES = 1 << 28  # of tables at a time; more hashes take turns
 MANY_WARPS = 1 << 14  # a dozen for each place that an H200 has for them
+FEW_ROWS = 32  # of a bucket, that outer.cu takes in pairs
+MOST_ROWS = 16  # of a bucket, that walk.cu looks at one by one
 FLOAT16_ROOM = 1 << 15  # that sums in float16 may reach
 
 
@@ -26,13 +29,6 @@ class Lists(NamedTuple):
 
     order: Tensor  # (B, H, m, N): tokens sorted by code, uint16 or uint32; masked ones left out
     first: Tensor  # (B, H, m, C + 1): the place of the first of each bucket, uint32
-
-
-def hash_codes(x: Tensor, tiles: Tensor, hash_bits: int) -> tuple[Tensor, Tensor]:
-    """Codes of x (B, H, N, D): by token (B, H, N, m) and by hash (B, H, m, N)."""
-    from longspan.attention.yoso import triton
-
-    return triton.hash_codes(x, tiles, hash_bits)
 
 
 def gaussian_planes(
@@ -88,15 +84,13 @@ def bucket_lists(codes: Tensor, mask: Tensor | None, bits: int) -> Lists:
     if tiles == 1:
         return Lists(order, first[:, :, :, 0])
     # Bucket by bucket, the runs one after another.
-    edges = first.view(torch.int32)
-    counts = edges.diff(dim=4).transpose(3, 4).flatten(3)
-    ends = counts.cumsum(3, dtype=torch.int32)
-    place = (ends - counts).unflatten(3, (-1, tiles)).transpose(3, 4).contiguous()
+    place = torch.empty(*shape[:4], 1 << bits, dtype=torch.uint32, device=codes.device)
+    whole = torch.empty(*shape[:3], shape[4], dtype=torch.uint32, device=codes.device)
     merged = torch.empty_like(order, dtype=torch.uint16 if tokens <= 1 << 16 else torch.uint32)
+    launch("bucket_places", batch * heads * hashes, 512, first, place, whole, tiles)
     name = f"bucket_merge_{8 * merged.element_size()}"
     launch(name, blocks, 512, codes, order, first, place, merged, tokens, tile)
-    edges = torch.cat([place[:, :, :, 0], ends[..., -1:]], 3)
-    return Lists(merged, edges.view(torch.uint32))
+    return Lists(merged, whole)
 
 
 def bucket_sum(lists: Lists, x: Tensor, bits: int, h0: int, step: int) -> Tensor:
@@ -126,77 +120,205 @@ def collide(
     *,
     normalize: bool,
 ) -> tuple[Tensor, Tensor]:
-    """1/m Σ_h Σ_j [same bucket] x_j, and 1/norm of its rows: fill the tables, then read them."""
+    """1/m Σ_h Σ_j [same bucket] x_j, and 1/norm of its rows: fill the tables, then read them.
+
+    Where buckets are nearly empty, the rows that a token meets are read one by one instead.
+    """
     batch, heads, tokens, hashes = to_token.shape
-    channels = x.shape[3]
+    channels, rows = x.shape[3], batch * heads * tokens
     y = x.new_empty((batch, heads, tokens, channels))
     inverse = x.new_empty((batch, heads, tokens) if normalize else (0,), dtype=torch.float32)
+    norms = inverse if normalize else None
+    blocks = -(-rows * _group(channels) // 256)
+    if is_sparse(x.shape[2], bits):
+        heavy = heavy_sum(lists, x, bits)
+        strides = (s * x.element_size() for s in x.stride()[:3])
+        _launch_walk(8, x, bits, lists.order)(
+            "walk_gather", blocks, 256, to_token, to_mask, *lists, x, *strides, heavy, y, norms,
+            heads, hashes, x.shape[2], tokens, rows, 1 / hashes,
+        )  # fmt: skip
+        return y, inverse
     size = max(1, batch * heads * channels * _table_dtype(x).itemsize << bits)
     step = min(hashes, max(1, TABLE_BYTES // size))
     total = y if step == hashes else torch.empty_like(y, dtype=torch.float32)
-    launch, rows = _launch_tables(x, bits, lists.order), batch * heads * tokens
+    launch = _launch_tables(x, bits, lists.order)
     for h in range(0, hashes, step):
         now = min(step, hashes - h)
         table = bucket_sum(lists, x, bits, h, now)
         launch(
-            "bucket_gather", -(-rows * _group(channels) // 256), 256, to_token, to_mask, table, y,
-            total, inverse if normalize else None, heads, now, hashes, h, tokens, rows,
-            h == 0, h + now == hashes, 1 / hashes,
+            "bucket_gather", blocks, 256, to_token, to_mask, table, y, total, norms,
+            heads, now, hashes, h, tokens, rows, h == 0, h + now == hashes, 1 / hashes,
         )  # fmt: skip
     return y, inverse
 
 
-def outer_sums(
+def is_sparse(tokens: int, bits: int) -> bool:
+    """Whether buckets have so few tokens that walking their lists is cheaper than tables."""
+    return tokens <= 2 << bits
+
+
+def heavy_sum(lists: Lists, x: Tensor, bits: int) -> Tensor:
+    """Sums of the rows of x by bucket, for the buckets that walk.cu does not walk."""
+    batch, heads, hashes, tokens = lists.order.shape
+    shape = (batch, heads, hashes, tokens // MOST_ROWS + 1, x.shape[3])
+    sums = torch.empty(shape, dtype=_table_dtype(x), device=x.device)
+    strides = (s * x.element_size() for s in x.stride()[:3])
+    warps = batch * heads * hashes * -(-(1 << bits) // 32)
+    _launch_walk(8, x, bits, lists.order)(
+        "heavy_sum", -(-warps // 4), 128, *lists, x, *strides, sums, heads, hashes, tokens, warps
+    )
+    return sums
+
+
+class Scales(NamedTuple):
+    """Norms that `outer_sums` takes out of rows and gives back, all float32."""
+
+    g: Tensor  # (B, H, Nq)
+    v: Tensor  # (B, H, Nk), zero for masked keys
+    totals: Tensor  # (2, B, H): sums of the two over their tokens
+
+
+def measure(
+    g: Tensor, unit: tuple[Tensor, Tensor] | None, v: Tensor, key_mask: Tensor | None
+) -> tuple[Tensor, Scales]:
+    """g taken through unit vectors and their 1/norms, if given; its norms, and those of v."""
+    batch, heads, queries, width = g.shape
+    keys = v.shape[2]
+    new = functools.partial(torch.empty, dtype=torch.float32, device=g.device)
+    scales = Scales(new(batch, heads, queries), new(batch, heads, keys), new(2, batch, heads))
+    y, inverse = unit or (None, None)
+    out = g if unit is None else torch.empty_like(g)
+    _launch_rows(8, width)(
+        "measure", _row_blocks(g, v, 8, width), 256, g, y, inverse, out, v, key_mask, scales.g,
+        scales.v, scales.totals.zero_(), batch * heads, heads, queries, keys,
+    )  # fmt: skip
+    return out, scales
+
+
+def surrogate(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
     key_mask: Tensor | None,
-    q_lists: Lists,
+    scales: Scales,
+    q_hash: Tensor,
+    k_token: Tensor,
     k_lists: Lists,
+    bits: int,
     scale: float,
     used: int,
-) -> tuple[Tensor, Tensor]:
-    """dQ_i = scale Σ_h Σ_j [same bucket] (g_i·v_j) k̂_j through the norm of q_i, and dK likewise.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ_i = scale Σ_h Σ_j [same bucket] (g_i·v_j) k̂_j through the norm of q_i, dK likewise; dV.
 
-    Contiguous rows (B, H, N, D) of up to 128 channels; the first `used` hashes. The kernel adds in
-    float16, in no fixed order; rows are scaled so that no sum leaves its range.
+    Contiguous rows (B, H, N, D) of bfloat16, up to 128 channels; dQ and dK take the first `used`
+    hashes. The kernels add in float16, in no fixed order; rows are scaled so that no sum leaves
+    its range.
     """
-    from longspan.attention.yoso import triton
-
-    (batch, heads, queries, channels), (keys, width) = q.shape, v.shape[2:]
-    hashes, buckets = q_lists.first.shape[2], q_lists.first.shape[3] - 1
-    columns = 64 if max(channels, width) <= 64 else 128
-    g_norms, v_norms = triton.norms(g), triton.norms(v, key_mask)
-    g_total, v_total = g_norms.sum(2), v_norms.sum(2)
-    room = FLOAT16_ROOM / used
-    q_rows = triton.pair_rows(g, q, g_norms, g_total, room, columns)
-    k_rows = triton.pair_rows(v, k, v_norms, v_total, room, columns)
-    dq, dk = (
-        torch.zeros(batch, heads, n, columns, dtype=torch.float16, device=q.device)
-        for n in (queries, keys)
-    )
+    channels, width = q.shape[3], v.shape[3]
+    if channels % 8:  # rows of whole 16-byte words
+        q, k = (F.pad(x, (0, -channels % 8)) for x in (q, k))
+    (batch, heads, queries, padded), keys, hashes = q.shape, k.shape[2], k_token.shape[3]
+    q_lists = bucket_lists(q_hash, None, bits)
+    sparse = is_sparse(max(queries, keys), bits)
+    if not sparse:  # first, so that its tables are gone when the rows below are made
+        dv, _ = collide(q_lists, g, k_token, key_mask, bits, normalize=False)
     (q_order, q_first), (k_order, k_first) = q_lists, k_lists
     if q_order.dtype != k_order.dtype:
         q_order, k_order = q_order.to(torch.uint32), k_order.to(torch.uint32)
+    columns, room = _columns(padded, width), FLOAT16_ROOM / used
+    new = functools.partial(torch.empty, dtype=torch.float16, device=q.device)
+    q_rows, k_rows = (new(batch, heads, n, 2 * columns) for n in (queries, keys))
+    q_sums, k_sums = (new(batch, heads, n, columns).zero_() for n in (queries, keys))
+    rows, blocks = _launch_rows(padded, width), _row_blocks(q, k, padded, width)
+    sizes = batch * heads, queries, keys
+    rows("pair_rows", blocks, 256, g, q, v, k, *scales, q_rows, k_rows, *sizes, room)
     # A warp walks a run of buckets; enough runs that all parts of the GPU end about together.
     lists, run = batch * heads * used, 32
-    while run > 4 and lists * buckets // run < MANY_WARPS:
+    while run > 4 and lists << bits < run * MANY_WARPS:
         run //= 2
-    runs = lists * -(-buckets // run)
+    runs = lists * -(-(1 << bits) // run)
     launch = _launcher(OUTER, W=columns, INDEX=_index(q_order))
     arguments = (
-        q_rows, k_rows, q_order, k_order, q_first, k_first, dq, dk,
-        queries, keys, hashes, used, buckets, run,
+        q_rows, k_rows, q_order, k_order, q_first, k_first, q_sums, k_sums,
+        queries, keys, hashes, used, 1 << bits, run,
     )  # fmt: skip
-    if columns == 64:
+    in_pairs = columns == 64 and not sparse
+    if in_pairs:
         launch("outer_pairs", runs, 32, *arguments)
-    launch("outer_tables", 2 * runs * (1 if columns == 64 else 4), 32, *arguments)
-    scale /= room
-    return (
-        triton.finish(dq, q, g_norms, v_total, scale),
-        triton.finish(dk, k, v_norms, g_total, scale),
+    light = (MOST_ROWS, 1 << 30) if sparse else (FEW_ROWS,) * 2 if in_pairs else (0, 0)
+    launch("outer_tables", 2 * runs * (1 if columns == 64 else 4), 32, *arguments, *light)
+    fits = padded == columns
+    dq, dk = (
+        s.view(x.dtype) if fits else torch.empty_like(x) for s, x in ((q_sums, q), (k_sums, k))
     )
+    scale /= room
+    if sparse:
+        dv, heavy = torch.empty_like(v), heavy_sum(q_lists, g, bits)
+        each = 256 // (columns // 8)
+        blocks = -(-batch * heads * queries // each) + -(-batch * heads * keys // each)
+        _launch_walk(padded, v, bits, q_order)(
+            "walk_outer", blocks, 256, q_hash.mT.contiguous(), k_token, q_order, k_order, q_first,
+            k_first, q, k, q_rows, k_rows, *scales, q_sums, k_sums, heavy, key_mask, dq, dk, dv,
+            batch * heads, heads, hashes, used, queries, keys, scale,
+        )  # fmt: skip
+    else:
+        rows("finish", blocks, 256, q_sums, k_sums, q, k, *scales, dq, dk, *sizes, scale)
+    return dq[..., :channels], dk[..., :channels], dv
+
+
+def true_gradient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    key_mask: Tensor | None,
+    q_hash: Tensor,
+    k_token: Tensor,
+    q_lists: Lists,
+    k_lists: Lists,
+    bits: int,
+    scale: float,
+    used: int,
+    seed: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """dQ and dK weighted by the slope of the collision probability: contiguous rows, any dtype.
+
+    Of a bucket of more than MOST_ROWS tokens, that many are drawn for each token that meets it, and
+    stand for all: right on average, and linear whatever the sizes.
+    """
+    from longspan.attention.yoso import triton
+
+    channels = q.shape[3]
+    if channels % 8:
+        q, k = (F.pad(x, (0, -channels % 8)) for x in (q, k))
+    (batch, heads, queries, padded), keys, width = q.shape, k.shape[2], v.shape[3]
+    (q_order, q_first), (k_order, k_first) = q_lists, k_lists
+    if q_order.dtype != k_order.dtype:
+        q_order, k_order = q_order.to(torch.uint32), k_order.to(torch.uint32)
+    dq, dk = torch.empty_like(q), torch.empty_like(k)
+    each = 256 // _group(max(padded, width))
+    blocks = -(-batch * heads * queries // each) + -(-batch * heads * keys // each)
+    _launch_walk(padded, v, bits, q_order)(
+        "walk_true", blocks, 256, q_hash.mT.contiguous(), k_token, q_order, k_order, q_first,
+        k_first, q, k, v, g, triton.norms(q), triton.norms(k, key_mask), key_mask, dq, dk,
+        batch * heads, heads, k_token.shape[3], used, queries, keys, seed, scale,
+    )  # fmt: skip
+    return dq[..., :channels], dk[..., :channels]
+
+
+def _columns(channels: int, width: int) -> int:
+    return 64 if max(channels, width) <= 64 else 128
+
+
+def _row_blocks(a: Tensor, b: Tensor, channels: int, width: int) -> int:
+    """Blocks of rows.cu for the rows of a and b."""
+    rows = a.shape[0] * a.shape[1] * (a.shape[2] + b.shape[2])
+    return -(-rows * _columns(channels, width) // 8 // 256)
+
+
+def _launch_rows(channels: int, width: int) -> Callable[..., None]:
+    return _launcher(ROWS, D=channels, E=width, W=_columns(channels, width))
 
 
 def _table_dtype(x: Tensor) -> torch.dtype:
@@ -223,6 +345,12 @@ def _launch_tables(x: Tensor, bits: int, order: Tensor) -> Callable[..., None]:
     """The launcher of tables.cu for rows like x."""
     types = dict(X=TYPES[x.dtype], TABLE=TYPES[_table_dtype(x)], INDEX=_index(order))
     return _launcher(TABLES, D=x.shape[3], BITS=bits, **types)
+
+
+def _launch_walk(channels: int, x: Tensor, bits: int, order: Tensor) -> Callable[..., None]:
+    """The launcher of walk.cu for queries of so many channels and values like x."""
+    types = dict(X=TYPES[x.dtype], INDEX=_index(order))
+    return _launcher(WALK, D=channels, E=x.shape[3], BITS=bits, **types)
 
 
 def _index(order: Tensor) -> str:

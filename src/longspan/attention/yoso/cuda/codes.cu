@@ -2,15 +2,11 @@
 //
 //   BITS   bits of a code, 1 to 16; codes are uint8 up to 8 bits, uint16 above
 
+#include "buckets.cuh"
 #include "common.cuh"
 
-constexpr int BUCKETS = 1 << BITS;
 constexpr int DIGIT = 256, PASSES = BITS > 8 ? 2 : 1;  // radix sort of codes by bytes
 constexpr int THREADS = 512, WARPS = THREADS / 32;
-
-template <bool WIDE> struct CodeType { using type = uint8_t; };
-template <> struct CodeType<true> { using type = uint16_t; };
-using Code = CodeType<(BITS > 8)>::type;
 
 // How many tokens of this warp had the digit before this lane's. One step for all lanes: with PASSES
 // of two the order of equal digits must be that of the lanes; else any order that is always the same
@@ -132,6 +128,47 @@ __device__ void run_bucket_lists(const Code* codes, const bool* mask, uint16_t* 
 BUCKET_LISTS(bucket_lists_4k, 4096 / THREADS)
 BUCKET_LISTS(bucket_lists, 16384 / PASSES / THREADS)
 
+// Places in the whole sequence, from those within its runs, for one (head, hash): of each bucket of
+// each run in `place` (BH, m, tiles, C), of each bucket in `whole` (BH, m, C + 1); first (BH, m, tiles,
+// C + 1) as above.
+extern "C" __global__ void __launch_bounds__(THREADS) bucket_places(
+    const uint32_t* first, uint32_t* place, uint32_t* whole, int64_t tiles) {
+  __shared__ uint32_t warp_total[WARPS];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  first += blockIdx.x * tiles * (BUCKETS + 1);
+  place += blockIdx.x * tiles * BUCKETS;
+  whole += (int64_t)blockIdx.x * (BUCKETS + 1);
+  uint32_t begin = 0;
+  for (int from = 0; from < BUCKETS; from += THREADS) {
+    const int c = from + threadIdx.x;
+    uint32_t total = 0;
+    if (c < BUCKETS)
+      for (int i = 0; i < tiles; i++)
+        total += first[(int64_t)i * (BUCKETS + 1) + c + 1] - first[(int64_t)i * (BUCKETS + 1) + c];
+    uint32_t at = total;
+    for (int o = 1; o < 32; o *= 2) {
+      const uint32_t other = __shfl_up_sync(~0u, at, o);
+      if (lane >= o) at += other;
+    }
+    if (lane == 31) warp_total[warp] = at;
+    __syncthreads();
+    at += begin - total;
+    for (int w = 0; w < WARPS; w++) {
+      if (w < warp) at += warp_total[w];
+      begin += warp_total[w];
+    }
+    if (c < BUCKETS) {
+      whole[c] = at;
+      for (int i = 0; i < tiles; i++) {
+        place[(int64_t)i * BUCKETS + c] = at;
+        at += first[(int64_t)i * (BUCKETS + 1) + c + 1] - first[(int64_t)i * (BUCKETS + 1) + c];
+      }
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) whole[BUCKETS] = begin;
+}
+
 // Lists of runs of `tile` tokens as one list of the whole sequence: entry by entry to its place.
 // from, to (BH, m, n); first (BH, m, tiles, C + 1) within the tile; place (BH, m, tiles, C) of each
 // bucket of each tile in the whole.
@@ -159,12 +196,6 @@ BUCKET_MERGE(bucket_merge_32, uint32_t)
 
 // Gaussian projections (H, m, PLANES, DP) in bfloat16: the numbers of random.py, zero where padded.
 // One thread a pair of Box–Muller; `count` numbers in all, laid out (H, m, BITS, channels) there.
-__device__ inline uint32_t mix(uint32_t x) {
-  x = (x ^ x >> 16) * 0x7FEB352Du;
-  x = (x ^ x >> 15) * 0x846CA68Bu;
-  return x ^ x >> 16;
-}
-
 extern "C" __global__ void gaussian_planes(const int64_t* seed, uint16_t* planes, int64_t count,
                                            int64_t channels, int64_t planes_padded,
                                            int64_t channels_padded) {

@@ -9,6 +9,13 @@ using uint64_t = unsigned long long;
 enum Type { BF16, F16, F32 };
 template <Type T> struct Bytes { static constexpr int each = T == F32 ? 4 : 2; };
 
+// The counter-based generator of random.py, one step.
+__device__ inline uint32_t mix(uint32_t x) {
+  x = (x ^ x >> 16) * 0x7FEB352Du;
+  x = (x ^ x >> 15) * 0x846CA68Bu;
+  return x ^ x >> 16;
+}
+
 __device__ inline uint32_t pack(float low, float high, Type type) {
   uint32_t r;
   if (type == BF16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));

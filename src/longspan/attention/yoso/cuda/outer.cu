@@ -14,21 +14,8 @@
 
 #include "common.cuh"
 
-#ifndef STAGES
-#define STAGES 3
-#endif
-#ifndef T_SM
-#define T_SM 8
-#endif
-#ifndef P_SM
-#define P_SM 8
-#endif
-#ifndef RING
-#define RING 6
-#endif
-#ifndef LIGHT
-#define LIGHT (W == 64 ? 32 : 0)
-#endif
+constexpr int PER_SM = 8;  // warps of either kernel: as many as 255 registers each leave room for
+constexpr int STAGES = 3;  // chunks in shared memory: one in use, the others on their way
 
 __device__ inline uint32_t pack(float low, float high) { return pack(low, high, F16); }
 
@@ -83,23 +70,25 @@ constexpr int MT = BLOCK / 16, NT = W / 8;  // tiles of a table
 constexpr int FIRST = CHUNK * W * 2, SECOND = CHUNK * BLOCK * 2;  // bytes: ĝ or v̂, and Q or K
 constexpr int SLOT = FIRST + SECOND + 4 * CHUNK + 16;             // and tokens, and a note
 
-// Buckets of more than LIGHT tokens: one warp a run of buckets, one side and one block of the table.
-// Side 0 builds Σ_j K_j v̂_jᵀ from the keys and applies it to the queries, giving dQ; side 1 the other
+// Buckets with more tokens of their own or of the other side than the last two arguments: one warp a
+// run of buckets, one side and one block of the table. Side 0 builds Σ_j K_j v̂_jᵀ from the keys and applies it to the queries, giving dQ; side 1 the other
 // way round. The work is in proportion to the tokens, whatever the size of a bucket.
 // rows (BH, n, 2 W); lists (BH, m, n), the first place of each bucket (BH, m, C + 1); sums (BH, n, W),
 // columns in the order of the registers: 8 a + 2 b + c of every 32 hold what belongs to 8 b + 2 a + c.
-extern "C" __global__ void __launch_bounds__(32, T_SM) outer_tables(
+extern "C" __global__ void __launch_bounds__(32, PER_SM) outer_tables(
     const char* q_rows, const char* k_rows, const INDEX* q_list, const INDEX* k_list,
     const uint32_t* q_first, const uint32_t* k_first, char* dq, char* dk, int64_t queries,
-    int64_t keys, int64_t hashes, int64_t used, int64_t buckets, int64_t length) {
+    int64_t keys, int64_t hashes, int64_t used, int64_t buckets, int64_t length, int64_t own_above,
+    int64_t other_above) {
   __shared__ __align__(128) char memory[STAGES][SLOT];
   __shared__ uint32_t edges[2][33];  // first places, of the own and of the other side
   const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
   const uint32_t runs = (uint32_t)((buckets + length - 1) / length), task = blockIdx.x / BLOCKS;
   const int block = blockIdx.x % BLOCKS, run = task % runs * (int)length;
-  const bool side = task / runs % 2;
-  const uint32_t bhu = task / runs / 2, bh = bhu / (uint32_t)used;
-  const int64_t hash = (int64_t)bh * hashes + bhu % (uint32_t)used;
+  // All hashes of a side one after another: what they read of a head stays in the L2 cache.
+  const uint32_t bhs = task / runs / (uint32_t)used, bh = bhs / 2;
+  const bool side = bhs % 2;
+  const int64_t hash = (int64_t)bh * hashes + task / runs % (uint32_t)used;
   const Side q(q_rows, q_list, q_first, queries, bh, hash, buckets, run);
   const Side k(k_rows, k_list, k_first, keys, bh, hash, buckets, run);
   const Side own = side ? q : k, other = side ? k : q;
@@ -114,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(32, T_SM) outer_tables(
     __syncwarp();
     const uint32_t a = lane < count ? edges[0][lane + 1] - edges[0][lane] : 0;
     const uint32_t b = lane < count ? edges[1][lane + 1] - edges[1][lane] : 0;
-    live = __ballot_sync(~0u, a > 0 && b > 0 && max(a, b) > LIGHT);
+    live = __ballot_sync(~0u, a > 0 && b > 0 && (a > own_above || b > other_above));
   }
   if (!live) return;
 
@@ -266,10 +255,10 @@ extern "C" __global__ void __launch_bounds__(32, T_SM) outer_tables(
   }
 }
 
-#if LIGHT
-// Buckets of up to LIGHT queries and keys: S = ĝ v̂ᵀ, dQ = S K, dK = Sᵀ Q; one warp a run of buckets.
+#if W == 64
+// Buckets of up to 32 queries and keys: S = ĝ v̂ᵀ, dQ = S K, dK = Sᵀ Q; one warp a run of buckets.
 // Arguments as above.
-constexpr int HALF = 16 * W * 2, PAIR_SLOT = 2 * HALF;  // bytes of 16 rows
+constexpr int LIGHT = 32, RING = 6, HALF = 16 * W * 2, PAIR_SLOT = 2 * HALF;  // bytes of 16 rows
 
 template <int QT>
 __device__ inline void pairs(const uint32_t (&q_slot)[2], const uint32_t (&k_slot)[2], int q_count,
@@ -336,7 +325,7 @@ struct Bucket {
   uint32_t q_index, k_index;
 };
 
-extern "C" __global__ void __launch_bounds__(32, P_SM) outer_pairs(
+extern "C" __global__ void __launch_bounds__(32, PER_SM) outer_pairs(
     const char* q_rows, const char* k_rows, const INDEX* q_list, const INDEX* k_list,
     const uint32_t* q_first, const uint32_t* k_first, char* dq, char* dk, int64_t queries,
     int64_t keys, int64_t hashes, int64_t used, int64_t buckets, int64_t length) {

@@ -6,58 +6,12 @@
 //   TABLE  number type of table rows
 //   INDEX  type of the numbers in the lists of tokens, uint16_t or uint32_t
 
+#include "buckets.cuh"
 #include "common.cuh"
+#include "rows.cuh"
 
-constexpr int BUCKETS = 1 << BITS;
-// A lane holds 8 neighbouring channels; a group of GROUP lanes holds a row.
-constexpr int GROUP = D <= 8 ? 1 : D <= 16 ? 2 : D <= 32 ? 4 : D <= 64 ? 8 : D <= 128 ? 16 : 32;
+constexpr int GROUP = group_of(D);     // lanes that hold a row
 constexpr bool FULL = D == GROUP * 8;  // no lane of a group is idle
-
-template <bool WIDE> struct CodeType { using type = uint8_t; };
-template <> struct CodeType<true> { using type = uint16_t; };
-using Code = CodeType<(BITS > 8)>::type;
-
-// Eight channels, as they lie in memory.
-template <Type T> struct Row8 {
-  uint4 word[T == F32 ? 2 : 1];
-  __device__ void load(const void* row, int lane) {
-    const uint4* p = (const uint4*)row + lane * (T == F32 ? 2 : 1);
-    word[0] = __ldg(p);
-    if constexpr (T == F32) word[1] = __ldg(p + 1);
-  }
-  __device__ void clear() {
-    word[0] = make_uint4(0, 0, 0, 0);
-    if constexpr (T == F32) word[1] = make_uint4(0, 0, 0, 0);
-  }
-  __device__ void add_to(float (&sum)[8]) const {
-    const uint32_t* w = (const uint32_t*)word;
-    if constexpr (T == F32) {
-#pragma unroll
-      for (int i = 0; i < 8; i++) sum[i] += __uint_as_float(w[i]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        float low, high;
-        unpack(w[i], low, high, T);
-        sum[2 * i] += low;
-        sum[2 * i + 1] += high;
-      }
-    }
-  }
-};
-
-template <Type T> __device__ inline void store8(void* row, int lane, const float (&x)[8]) {
-  uint4* p = (uint4*)row + lane * (T == F32 ? 2 : 1);
-  if constexpr (T == F32) {
-    p[0] = make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
-                      __float_as_uint(x[3]));
-    p[1] = make_uint4(__float_as_uint(x[4]), __float_as_uint(x[5]), __float_as_uint(x[6]),
-                      __float_as_uint(x[7]));
-  } else {
-    p[0] = make_uint4(pack(x[0], x[1], T), pack(x[2], x[3], T), pack(x[4], x[5], T),
-                      pack(x[6], x[7], T));
-  }
-}
 
 // Table (BH, step, C, D) of hashes h0 … h0 + step − 1: rows of x, at the given byte strides, summed by
 // bucket. Lists (BH, m, n) and the first place of every bucket (BH, m, C + 1).
