@@ -14,7 +14,7 @@ from longspan import records
 EXTRAS = {
     "cuda": ("triton", "cuda-core"),
     "train": ("transformers", "accelerate", "tokenizers", "safetensors", "datasets"),
-    "report": ("plotly", "jinja2"),
+    "report": ("plotly", "jinja2", "matplotlib"),
 }
 COMPILERS = ("c++", "g++", "clang++", "cl")
 

@@ -1,5 +1,7 @@
 """The public functions of YOSO: check, choose, call."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,8 @@ from longspan.attention.yoso import kernels, reference
 HASHINGS = ("gaussian", "hadamard")
 GRADIENTS = ("surrogate", "true")
 MAX_HASH_BITS = 16
+EXACT_BELOW = 2048  # keys under which a fused `yoso_expectation` is faster than sampling
+EXACT_OPTIONS = ("hash_bits", "gradient", "normalize", "impl")
 
 
 def why_not_fused(device: torch.device) -> list[str]:
@@ -128,9 +132,48 @@ def _check(
 
 
 class YosoAttention(SeededAttention):
-    """`yoso` as a module: fresh hashes in training, fixed ones in eval."""
+    """`yoso` as a module: fresh hashes in training, fixed ones in eval, none for short inputs.
+
+    Args:
+        num_heads: heads H of the tensors to come.
+        exact_below: tokens. Fewer keys than this, padding included, are not sampled: the module is
+            then `yoso_expectation` with the same `hash_bits`, `gradient`, `normalize` and `impl`,
+            in training and in eval, and draws no seed. 0 always samples. None takes the measured
+            crossover: 2,048 where `yoso_expectation` has a fused kernel, below which it is faster
+            than sampling and free of its noise, and 0 elsewhere.
+        conv_kernel: as in every module, see `Attention`.
+        options: of `yoso`, which itself samples at every length.
+    """
 
     function = staticmethod(yoso)
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        exact_below: int | None = None,
+        conv_kernel: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(num_heads, conv_kernel=conv_kernel, **options)
+        if exact_below is not None:
+            checks.integer("exact_below", exact_below, 0)
+        self.exact_below = exact_below
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        """The sample, or under `exact_below` keys what it estimates."""
+        exact_below = self.exact_below
+        if exact_below is None:
+            exact_below = 0 if why_expectation_not_fused(q.device) else EXACT_BELOW
+        if k.shape[2] >= exact_below:
+            return super().attend(q, k, v, key_mask)
+        options = {name: self.options[name] for name in EXACT_OPTIONS if name in self.options}
+        return yoso_expectation(q, k, v, key_mask=key_mask, **options)
+
+    def extra_repr(self) -> str:
+        """Show heads and options in the printed module."""
+        shown = super().extra_repr()
+        return shown if self.exact_below is None else f"{shown}, exact_below={self.exact_below}"
 
 
 class YosoExpectationAttention(Attention):

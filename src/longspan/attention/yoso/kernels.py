@@ -107,7 +107,6 @@ class _Fused(torch.autograd.Function):
         return *grads, *[None] * 9
 
 
-@torch.library.custom_op("longspan::yoso_forward", mutates_args=(), device_types="cuda")
 def yoso_forward(
     q: Tensor,
     k: Tensor,
@@ -119,7 +118,7 @@ def yoso_forward(
     hash_bits: int,
     normalize: bool,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The sum over collisions; to `keep` for the backward, or empty: 1/norm of its rows, the codes
     of q by hash and of k by token, the lists of k."""
     from longspan.attention.yoso import triton
@@ -141,14 +140,13 @@ def yoso_forward(
     return (y, inverse, q_hash, k_token, *lists) if keep else (y, *_nothing(q))
 
 
-def _nothing(like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """In place of what a backward would need; five tensors, since no op may return one twice."""
-    a, b, c, d, e = (like.new_empty(0) for _ in range(5))
-    return a, b, c, d, e
+def _nothing(like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """In place of what a backward would need; six tensors, since no op may return one twice."""
+    a, b, c, d, e, f = (like.new_empty(0) for _ in range(6))
+    return a, b, c, d, e, f
 
 
-@yoso_forward.register_fake
-def _(
+def _forward_fake(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -159,7 +157,7 @@ def _(
     hash_bits: int,
     normalize: bool,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
     bits = verbs.compact_bits(queries + keys, hash_bits)
@@ -175,10 +173,10 @@ def _(
         v.new_empty((batch, heads, keys, num_hashes), dtype=code),
         v.new_empty((batch, heads, num_hashes, keys), dtype=index),
         v.new_empty((batch, heads, num_hashes, (1 << bits) + 1), dtype=torch.uint32),
+        v.new_empty((batch, heads, num_hashes), dtype=torch.uint32),
     )
 
 
-@torch.library.custom_op("longspan::yoso_backward", mutates_args=(), device_types="cuda")
 def yoso_backward(
     g: Tensor,
     q: Tensor,
@@ -191,6 +189,7 @@ def yoso_backward(
     k_token: Tensor,
     k_order: Tensor,
     k_first: Tensor,
+    k_most: Tensor,
     seed: Tensor,
     hash_bits: int,
     backward_hashes: int,
@@ -201,7 +200,7 @@ def yoso_backward(
     from longspan.attention.yoso import triton
 
     bits = verbs.compact_bits(q.shape[2] + k.shape[2], hash_bits)
-    k_lists = verbs.Lists(k_order, k_first)
+    k_lists = verbs.Lists(k_order, k_first, k_most)
     with torch.cuda.device(q.device):
         q, k, v, g = (verbs.aligned(x.contiguous()) for x in (q, k, v, g))
         key_mask = None if key_mask is None else key_mask.contiguous()
@@ -233,8 +232,7 @@ def yoso_backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv
 
 
-@yoso_backward.register_fake
-def _(
+def _backward_fake(
     g: Tensor,
     q: Tensor,
     k: Tensor,
@@ -246,6 +244,7 @@ def _(
     k_token: Tensor,
     k_order: Tensor,
     k_first: Tensor,
+    k_most: Tensor,
     seed: Tensor,
     hash_bits: int,
     backward_hashes: int,
@@ -253,3 +252,11 @@ def _(
     true: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+# By hand, since `torch.library.custom_op` adds checks that take as long as the launches.
+_library = torch.library.Library("longspan", "FRAGMENT")
+for _run, _fake in ((yoso_forward, _forward_fake), (yoso_backward, _backward_fake)):
+    _library.define(_run.__name__ + torch.library.infer_schema(_run, mutates_args=()))
+    _library.impl(_run.__name__, _run, "CUDA")
+    torch.library.register_fake(f"longspan::{_run.__name__}", _fake, lib=_library)

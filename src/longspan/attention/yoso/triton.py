@@ -302,8 +302,8 @@ def outer_sums(
     v: Tensor,
     g: Tensor,
     key_mask: Tensor | None,
-    q_lists: tuple[Tensor, Tensor],
-    k_lists: tuple[Tensor, Tensor],
+    q_lists: tuple[Tensor, ...],
+    k_lists: tuple[Tensor, ...],
     scale: float,
     used: int,
     part_bytes: int,
@@ -316,7 +316,7 @@ def outer_sums(
     """
     batch, heads, queries, channels = q.shape
     keys, width = v.shape[2:]
-    (q_list, q_first), (k_list, k_first) = q_lists, k_lists
+    (q_list, q_first, *_), (k_list, k_first, *_) = q_lists, k_lists
     hashes, buckets = q_first.shape[2], q_first.shape[3] - 1
     q_norms, k_norms = norms(q), norms(k, key_mask)
     padded = [max(16, triton.next_power_of_2(n)) for n in (channels, width)]

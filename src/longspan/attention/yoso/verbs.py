@@ -19,7 +19,7 @@ CODES, TABLES, ROWS, OUTER, WALK = (
 TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 TABLE_BYTES = 1 << 28  # of tables at a time; more hashes take turns
 MANY_WARPS = 1 << 14  # a dozen for each place that an H200 has for them
-FEW_ROWS = 32  # of a bucket, that outer.cu takes in pairs
+FEW_ROWS = 48  # of a bucket, that outer.cu takes in pairs
 MOST_ROWS = 16  # of a bucket, that walk.cu looks at one by one
 FLOAT16_ROOM = 1 << 15  # that sums in float16 may reach
 
@@ -29,6 +29,7 @@ class Lists(NamedTuple):
 
     order: Tensor  # (B, H, m, N): tokens sorted by code, uint16 or uint32; masked ones left out
     first: Tensor  # (B, H, m, C + 1): the place of the first of each bucket, uint32
+    most: Tensor  # (B, H, m): the tokens of the fullest bucket, uint32
 
 
 def gaussian_planes(
@@ -78,19 +79,20 @@ def bucket_lists(codes: Tensor, mask: Tensor | None, bits: int) -> Lists:
     order = torch.empty(codes.shape, dtype=torch.uint16, device=codes.device)
     shape = (batch, heads, hashes, tiles, (1 << bits) + 1)
     first = torch.empty(shape, dtype=torch.uint32, device=codes.device)
+    most = torch.empty(shape[:3], dtype=torch.uint32, device=codes.device)
     blocks, launch = batch * heads * hashes * tiles, _launcher(CODES, BITS=bits)
     name = "bucket_lists_4k" if tile <= 4096 else "bucket_lists"
-    launch(name, blocks, 512, codes, mask, order, first, heads, hashes, tokens, tile)
+    launch(name, blocks, 512, codes, mask, order, first, most, heads, hashes, tokens, tile)
     if tiles == 1:
-        return Lists(order, first[:, :, :, 0])
+        return Lists(order, first[:, :, :, 0], most)
     # Bucket by bucket, the runs one after another.
     place = torch.empty(*shape[:4], 1 << bits, dtype=torch.uint32, device=codes.device)
     whole = torch.empty(*shape[:3], shape[4], dtype=torch.uint32, device=codes.device)
     merged = torch.empty_like(order, dtype=torch.uint16 if tokens <= 1 << 16 else torch.uint32)
-    launch("bucket_places", batch * heads * hashes, 512, first, place, whole, tiles)
+    launch("bucket_places", batch * heads * hashes, 512, first, place, whole, most, tiles)
     name = f"bucket_merge_{8 * merged.element_size()}"
     launch(name, blocks, 512, codes, order, first, place, merged, tokens, tile)
-    return Lists(merged, whole)
+    return Lists(merged, whole, most)
 
 
 def bucket_sum(lists: Lists, x: Tensor, bits: int, h0: int, step: int) -> Tensor:
@@ -99,14 +101,19 @@ def bucket_sum(lists: Lists, x: Tensor, bits: int, h0: int, step: int) -> Tensor
     dtype, channels = _table_dtype(x), x.shape[3]
     shape = (batch, heads, step, 1 << bits, channels)
     table = torch.empty(shape, dtype=dtype, device=x.device)
-    name, blocks = "bucket_sum_32", batch * heads * step << bits
+    # A warp takes a bucket of 32-bit rows, or up to 16 of 16-bit ones.
+    name, lists_now, span = "bucket_sum_32", batch * heads * step, 1
     if x.dtype != torch.float32:
-        name = "bucket_sum_16"
-        blocks = batch * heads * step * -(-(1 << bits) // 16) * -(-channels // 64)
+        name, span = "bucket_sum_16", 16
+        while span > 4 and lists_now << bits < span * MANY_WARPS:
+            span //= 2
+    blocks = lists_now * -(-(1 << bits) // span)
+    if span > 1:
+        blocks *= -(-channels // 64)
     strides = (s * x.element_size() for s in x.stride()[:3])
     _launch_tables(x, bits, lists.order)(
         name, blocks, 32, lists.order, lists.first, x, *strides, table,
-        heads, hashes, h0, step, tokens,
+        heads, hashes, h0, step, tokens, span,
     )  # fmt: skip
     return table
 
@@ -134,8 +141,8 @@ def collide(
         heavy = heavy_sum(lists, x, bits)
         strides = (s * x.element_size() for s in x.stride()[:3])
         _launch_walk(8, x, bits, lists.order)(
-            "walk_gather", blocks, 256, to_token, to_mask, *lists, x, *strides, heavy, y, norms,
-            heads, hashes, x.shape[2], tokens, rows, 1 / hashes,
+            "walk_gather", 2 * blocks, 128, to_token, to_mask, lists.order, lists.first, x,
+            *strides, heavy, y, norms, heads, hashes, x.shape[2], tokens, rows, 1 / hashes,
         )  # fmt: skip
         return y, inverse
     size = max(1, batch * heads * channels * _table_dtype(x).itemsize << bits)
@@ -165,8 +172,9 @@ def heavy_sum(lists: Lists, x: Tensor, bits: int) -> Tensor:
     strides = (s * x.element_size() for s in x.stride()[:3])
     warps = batch * heads * hashes * -(-(1 << bits) // 32)
     _launch_walk(8, x, bits, lists.order)(
-        "heavy_sum", -(-warps // 4), 128, *lists, x, *strides, sums, heads, hashes, tokens, warps
-    )
+        "heavy_sum", -(-warps // 4), 128, lists.order, lists.first, x, *strides, sums,
+        heads, hashes, tokens, warps,
+    )  # fmt: skip
     return sums
 
 
@@ -190,8 +198,10 @@ def measure(
     out = g if unit is None else torch.empty_like(g)
     _launch_rows(8, width)(
         "measure", _row_blocks(g, v, 8, width), 256, g, y, inverse, out, v, key_mask, scales.g,
-        scales.v, scales.totals.zero_(), batch * heads, heads, queries, keys,
+        scales.v, batch * heads, heads, queries, keys,
     )  # fmt: skip
+    torch.sum(scales.g, 2, out=scales.totals[0])
+    torch.sum(scales.v, 2, out=scales.totals[1])
     return out, scales
 
 
@@ -223,7 +233,7 @@ def surrogate(
     sparse = is_sparse(max(queries, keys), bits)
     if not sparse:  # first, so that its tables are gone when the rows below are made
         dv, _ = collide(q_lists, g, k_token, key_mask, bits, normalize=False)
-    (q_order, q_first), (k_order, k_first) = q_lists, k_lists
+    (q_order, q_first, q_most), (k_order, k_first, k_most) = q_lists, k_lists
     if q_order.dtype != k_order.dtype:
         q_order, k_order = q_order.to(torch.uint32), k_order.to(torch.uint32)
     columns, room = _columns(padded, width), FLOAT16_ROOM / used
@@ -234,7 +244,7 @@ def surrogate(
     sizes = batch * heads, queries, keys
     rows("pair_rows", blocks, 256, g, q, v, k, *scales, q_rows, k_rows, *sizes, room)
     # A warp walks a run of buckets; enough runs that all parts of the GPU end about together.
-    lists, run = batch * heads * used, 32
+    lists, run, each = batch * heads * used, 32, 1
     while run > 4 and lists << bits < run * MANY_WARPS:
         run //= 2
     runs = lists * -(-(1 << bits) // run)
@@ -246,8 +256,11 @@ def surrogate(
     in_pairs = columns == 64 and not sparse
     if in_pairs:
         launch("outer_pairs", runs, 32, *arguments)
-    light = (MOST_ROWS, 1 << 30) if sparse else (FEW_ROWS,) * 2 if in_pairs else (0, 0)
-    launch("outer_tables", 2 * runs * (1 if columns == 64 else 4), 32, *arguments, *light)
+    light = (FEW_ROWS,) * 2 if in_pairs else (0, 0)
+    if sparse:  # little or nothing: a warp looks through all buckets of a hash
+        light, each, runs = (MOST_ROWS, 1 << 30), -(-(1 << bits) // run), lists
+    warps = 2 * runs * (1 if columns == 64 else 4)
+    launch("outer_tables", warps, 32, *arguments, each, q_most, k_most, *light)
     fits = padded == columns
     dq, dk = (
         s.view(x.dtype) if fits else torch.empty_like(x) for s, x in ((q_sums, q), (k_sums, k))
@@ -255,10 +268,10 @@ def surrogate(
     scale /= room
     if sparse:
         dv, heavy = torch.empty_like(v), heavy_sum(q_lists, g, bits)
-        each = 256 // (columns // 8)
+        each = 128 // (columns // 8)
         blocks = -(-batch * heads * queries // each) + -(-batch * heads * keys // each)
         _launch_walk(padded, v, bits, q_order)(
-            "walk_outer", blocks, 256, q_hash.mT.contiguous(), k_token, q_order, k_order, q_first,
+            "walk_outer", blocks, 128, q_hash.mT.contiguous(), k_token, q_order, k_order, q_first,
             k_first, q, k, q_rows, k_rows, *scales, q_sums, k_sums, heavy, key_mask, dq, dk, dv,
             batch * heads, heads, hashes, used, queries, keys, scale,
         )  # fmt: skip
@@ -293,14 +306,14 @@ def true_gradient(
     if channels % 8:
         q, k = (F.pad(x, (0, -channels % 8)) for x in (q, k))
     (batch, heads, queries, padded), keys, width = q.shape, k.shape[2], v.shape[3]
-    (q_order, q_first), (k_order, k_first) = q_lists, k_lists
+    (q_order, q_first, _), (k_order, k_first, _) = q_lists, k_lists
     if q_order.dtype != k_order.dtype:
         q_order, k_order = q_order.to(torch.uint32), k_order.to(torch.uint32)
     dq, dk = torch.empty_like(q), torch.empty_like(k)
-    each = 256 // _group(max(padded, width))
+    each = 128 // _group(max(padded, width))
     blocks = -(-batch * heads * queries // each) + -(-batch * heads * keys // each)
     _launch_walk(padded, v, bits, q_order)(
-        "walk_true", blocks, 256, q_hash.mT.contiguous(), k_token, q_order, k_order, q_first,
+        "walk_true", blocks, 128, q_hash.mT.contiguous(), k_token, q_order, k_order, q_first,
         k_first, q, k, v, g, triton.norms(q), triton.norms(k, key_mask), key_mask, dq, dk,
         batch * heads, heads, k_token.shape[3], used, queries, keys, seed, scale,
     )  # fmt: skip

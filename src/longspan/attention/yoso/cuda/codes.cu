@@ -102,38 +102,121 @@ __device__ void sort(const Code* codes, const bool* mask, int n, uint16_t* to,
   __syncthreads();
 }
 
-// One block a (head, hash) and run of `tile` tokens.
-// codes (BH, m, n); mask (B, n) or null; list (BH, m, n), numbers within the run; first (BH, m, tiles,
-// C + 1).
+// The same where all buckets are small: a count a bucket, places in them by additions in any order, and
+// then the tokens of each bucket sorted. False, and nothing done, where a bucket is not small.
 template <int PER>
-__device__ void run_bucket_lists(const Code* codes, const bool* mask, uint16_t* list,
-                                 uint32_t* first, int64_t heads, int64_t hashes, int64_t n,
-                                 int64_t tile) {
-  __shared__ __align__(16) uint16_t count[WARPS][DIGIT];
-  __shared__ __align__(16) uint16_t near[PASSES][PER * THREADS];
-  const int64_t at = blockIdx.x, tiles = (n + tile - 1) / tile;
-  const int64_t bhm = at / tiles, from = at % tiles * tile, start = bhm * n + from;
-  first += at * (BUCKETS + 1);
-  sort<PER>(codes + start, mask ? mask + bhm / hashes / heads * n + from : nullptr,
-            (int)min(tile, n - from), near[0], near[PASSES - 1], first, count);
-  for (uint32_t i = threadIdx.x; i < first[BUCKETS]; i += THREADS) list[start + i] = near[0][i];
+__device__ bool sort_small(const Code* codes, const bool* mask, int n, uint16_t* to, uint32_t* first,
+                           uint16_t* count) {
+  constexpr int EACH = (BUCKETS + THREADS - 1) / THREADS, SMALL = 32;
+  __shared__ uint32_t warp_total[WARPS];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = threadIdx.x * EACH;
+  for (int i = threadIdx.x; i < BUCKETS / 2; i += THREADS) ((uint32_t*)count)[i] = 0;
+  __syncthreads();
+  uint32_t held[PER];
+#pragma unroll
+  for (int u = 0; u < PER; u++) {
+    const int i = u * THREADS + threadIdx.x;
+    held[u] = i < n && !(mask && !mask[i]) ? codes[i] : 0xffff;
+  }
+#pragma unroll
+  for (int u = 0; u < PER; u++) {
+    if (held[u] == 0xffff) continue;
+    const uint32_t shift = held[u] % 2 * 16;
+    held[u] |= (atomicAdd((uint32_t*)count + held[u] / 2, 1u << shift) >> shift & 0xffff) << 16;
+  }
+  __syncthreads();
+  uint32_t total = 0, most = 0;
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const uint32_t c = mine + i < BUCKETS ? count[mine + i] : 0;
+    total += c;
+    most = max(most, c);
+  }
+  uint32_t at = total;
+  for (int o = 1; o < 32; o *= 2) {
+    const uint32_t other = __shfl_up_sync(~0u, at, o);
+    if (lane >= o) at += other;
+  }
+  if (lane == 31) warp_total[warp] = at;
+  if (__syncthreads_or(most > SMALL)) return false;
+  at -= total;
+  uint32_t all = 0;
+  for (int w = 0; w < WARPS; w++) {
+    if (w < warp) at += warp_total[w];
+    all += warp_total[w];
+  }
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    if (mine + i >= BUCKETS) break;
+    const uint32_t c = count[mine + i];
+    count[mine + i] = at;
+    first[mine + i] = at;
+    at += c;
+  }
+  if (threadIdx.x == 0) first[BUCKETS] = all;
+  __syncthreads();
+#pragma unroll
+  for (int u = 0; u < PER; u++)
+    if (held[u] != 0xffff) to[count[held[u] & 0xffff] + (held[u] >> 16)] = u * THREADS + threadIdx.x;
+  __syncthreads();
+  for (int c = mine; c < min(mine + EACH, BUCKETS); c++) {
+    const int low = count[c], high = c + 1 < BUCKETS ? count[c + 1] : all;
+    for (int i = low + 1; i < high; i++) {
+      const uint16_t token = to[i];
+      int j = i;
+      for (; j > low && to[j - 1] > token; j--) to[j] = to[j - 1];
+      to[j] = token;
+    }
+  }
+  __syncthreads();
+  return true;
 }
 
-#define BUCKET_LISTS(NAME, PER)                                                            \
-  extern "C" __global__ void __launch_bounds__(THREADS) NAME(                              \
-      const Code* codes, const bool* mask, uint16_t* list, uint32_t* first, int64_t heads, \
-      int64_t hashes, int64_t n, int64_t tile) {                                           \
-    run_bucket_lists<PER>(codes, mask, list, first, heads, hashes, n, tile);               \
+// One block a (head, hash) and run of `tile` tokens.
+// codes (BH, m, n); mask (B, n) or null; list (BH, m, n), numbers within the run; first (BH, m, tiles,
+// C + 1); most (BH, m): the tokens of the fullest bucket, where there is one run.
+template <int PER>
+__device__ void run_bucket_lists(const Code* codes, const bool* mask, uint16_t* list,
+                                 uint32_t* first, uint32_t* most, int64_t heads, int64_t hashes,
+                                 int64_t n, int64_t tile) {
+  __shared__ __align__(16) uint16_t count[WARPS][DIGIT];
+  __shared__ __align__(16) uint16_t near[PASSES][PER * THREADS];
+  __shared__ uint32_t fullest;
+  const int64_t at = blockIdx.x, tiles = (n + tile - 1) / tile;
+  const int64_t bhm = at / tiles, from = at % tiles * tile, start = bhm * n + from;
+  const int tokens = (int)min(tile, n - from);
+  first += at * (BUCKETS + 1);
+  codes += start;
+  if (mask) mask += bhm / hashes / heads * n + from;
+  if (threadIdx.x == 0) fullest = 0;
+  if (PASSES == 1 || BUCKETS > WARPS * DIGIT ||
+      !sort_small<PER>(codes, mask, tokens, near[0], first, count[0]))
+    sort<PER>(codes, mask, tokens, near[0], near[PASSES - 1], first, count);
+  for (uint32_t i = threadIdx.x; i < first[BUCKETS]; i += THREADS) list[start + i] = near[0][i];
+  if (tiles > 1) return;
+  uint32_t size = 0;
+  for (int c = threadIdx.x; c < BUCKETS; c += THREADS) size = max(size, first[c + 1] - first[c]);
+  atomicMax(&fullest, __reduce_max_sync(~0u, size));
+  __syncthreads();
+  if (threadIdx.x == 0) most[bhm] = fullest;
+}
+
+#define BUCKET_LISTS(NAME, PER)                                                           \
+  extern "C" __global__ void __launch_bounds__(THREADS) NAME(                             \
+      const Code* codes, const bool* mask, uint16_t* list, uint32_t* first, uint32_t* most, \
+      int64_t heads, int64_t hashes, int64_t n, int64_t tile) {                           \
+    run_bucket_lists<PER>(codes, mask, list, first, most, heads, hashes, n, tile);        \
   }
 BUCKET_LISTS(bucket_lists_4k, 4096 / THREADS)
 BUCKET_LISTS(bucket_lists, 16384 / PASSES / THREADS)
 
 // Places in the whole sequence, from those within its runs, for one (head, hash): of each bucket of
 // each run in `place` (BH, m, tiles, C), of each bucket in `whole` (BH, m, C + 1); first (BH, m, tiles,
-// C + 1) as above.
+// C + 1) and most (BH, m) as above.
 extern "C" __global__ void __launch_bounds__(THREADS) bucket_places(
-    const uint32_t* first, uint32_t* place, uint32_t* whole, int64_t tiles) {
-  __shared__ uint32_t warp_total[WARPS];
+    const uint32_t* first, uint32_t* place, uint32_t* whole, uint32_t* most, int64_t tiles) {
+  __shared__ uint32_t warp_total[WARPS], fullest;
+  if (threadIdx.x == 0) fullest = 0;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   first += blockIdx.x * tiles * (BUCKETS + 1);
   place += blockIdx.x * tiles * BUCKETS;
@@ -152,6 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) bucket_places(
     }
     if (lane == 31) warp_total[warp] = at;
     __syncthreads();
+    atomicMax(&fullest, __reduce_max_sync(~0u, total));
     at += begin - total;
     for (int w = 0; w < WARPS; w++) {
       if (w < warp) at += warp_total[w];
@@ -166,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) bucket_places(
     }
     __syncthreads();
   }
-  if (threadIdx.x == 0) whole[BUCKETS] = begin;
+  if (threadIdx.x == 0) whole[BUCKETS] = begin, most[blockIdx.x] = fullest;
 }
 
 // Lists of runs of `tile` tokens as one list of the whole sequence: entry by entry to its place.

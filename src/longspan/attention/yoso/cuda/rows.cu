@@ -35,11 +35,11 @@ __device__ inline void load8(const char* rows, int64_t row, int channels, bool t
 }
 
 // The gradient through the unit vector of y: g ← (g − (g·y) y) / norm, where `inverse` is given; norms
-// (B H, nq) of g and (B H, nk) of v, zero for masked keys; their sums (B H) in `totals`, g's first.
+// (B H, nq) of g and (B H, nk) of v, zero for masked keys.
 extern "C" __global__ void __launch_bounds__(256) measure(
     const char* g, const char* y, const float* inverse, char* g_out, const char* v,
-    const bool* mask, float* g_norms, float* v_norms, float* totals, int64_t batch_heads,
-    int64_t heads, int64_t queries, int64_t keys) {
+    const bool* mask, float* g_norms, float* v_norms, int64_t batch_heads, int64_t heads,
+    int64_t queries, int64_t keys) {
   const Row row(batch_heads, queries, keys);
   const int lane = threadIdx.x % GROUP;
   bool there = row.there;
@@ -57,15 +57,6 @@ extern "C" __global__ void __launch_bounds__(256) measure(
   }
   const float norm = sqrtf(dot<GROUP>(x, x));
   if (row.there && lane == 0) (row.key ? v_norms : g_norms)[row.at] = norm;
-  // One addition a warp where its rows are of one head, else one a row.
-  const uint32_t to = row.bh + (row.key ? (uint32_t)batch_heads : 0);
-  float sum = lane == 0 && row.there ? norm : 0;
-  if (__all_sync(~0u, to == __shfl_sync(~0u, to, 0))) {
-    for (int o = GROUP; o < 32; o *= 2) sum += __shfl_xor_sync(~0u, sum, o);
-    if (threadIdx.x % 32 == 0) atomicAdd(totals + to, sum);
-  } else if (lane == 0 && row.there) {
-    atomicAdd(totals + to, sum);
-  }
 }
 
 // What outer.cu reads of a token: [ĝ | q̂ |g| room/Σ|g|] or [v̂ | k̂ |v| room/Σ|v|] in float16.

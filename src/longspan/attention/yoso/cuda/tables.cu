@@ -15,32 +15,29 @@ constexpr bool FULL = D == GROUP * 8;  // no lane of a group is idle
 
 // Table (BH, step, C, D) of hashes h0 … h0 + step − 1: rows of x, at the given byte strides, summed by
 // bucket. Lists (BH, m, n) and the first place of every bucket (BH, m, C + 1).
-#define BUCKET_SUM(NAME, THREADS, PER_SM)                                                          \
-  extern "C" __global__ void __launch_bounds__(THREADS, PER_SM)                                    \
+#define BUCKET_SUM(NAME, PER_SM)                                                                   \
+  extern "C" __global__ void __launch_bounds__(32, PER_SM)                                         \
       NAME(const INDEX* list, const uint32_t* first, const char* x, int64_t batch_bytes,           \
            int64_t head_bytes, int64_t row_bytes, char* table, int64_t heads, int64_t hashes,      \
-           int64_t h0, int64_t step, int64_t n)
+           int64_t h0, int64_t step, int64_t n, int64_t span)
 
-#ifndef SUM_SM
-#define SUM_SM 16
-#endif
-#ifndef STAGES
-#define STAGES 3
-#endif
-constexpr int SPAN = 16, CHUNK = 32, COLUMNS = 64, SLOT = CHUNK * COLUMNS * 2;
+constexpr int STAGES = 3;  // chunks in shared memory: one in use, the others on their way
+constexpr int CHUNK = 32, COLUMNS = 64, SLOT = CHUNK * COLUMNS * 2;
 
-// 16-bit rows on tensor cores: a warp takes SPAN neighbouring buckets, 64 columns, and the rows of all
-// these buckets 32 at a time, as they follow each other in the list. With A_bk = [row k is in bucket
+// 16-bit rows on tensor cores: a warp takes up to 16 neighbouring buckets, 64 columns, and the rows of
+// all these buckets 32 at a time, as they follow each other in the list. With A_bk = [row k is in bucket
 // b], the product A x adds each row to its bucket, whatever the sizes.
-BUCKET_SUM(bucket_sum_16, 32, SUM_SM) {
-  constexpr int BLOCKS = (D + COLUMNS - 1) / COLUMNS, SPANS = (BUCKETS + SPAN - 1) / SPAN;
+BUCKET_SUM(bucket_sum_16, 16) {
+  constexpr int BLOCKS = (D + COLUMNS - 1) / COLUMNS;
+  const uint32_t spans = (BUCKETS + (uint32_t)span - 1) / (uint32_t)span;
   constexpr Type T = X == BF16 ? BF16 : F16;
   constexpr uint32_t ONE = T == BF16 ? 0x3f80 : 0x3c00;
   __shared__ __align__(128) char memory[STAGES][SLOT];
   __shared__ __align__(16) uint32_t tokens[STAGES][CHUNK];
   const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
-  const int column = blockIdx.x % BLOCKS * COLUMNS, base = blockIdx.x / BLOCKS % SPANS * SPAN;
-  const uint32_t bhs = blockIdx.x / BLOCKS / SPANS, bh = bhs / (uint32_t)step;
+  const int column = blockIdx.x % BLOCKS * COLUMNS;
+  const int base = blockIdx.x / BLOCKS % spans * (int)span, count = min((int)span, BUCKETS - base);
+  const uint32_t bhs = blockIdx.x / BLOCKS / spans, bh = bhs / (uint32_t)step;
   const int64_t hash = bh * hashes + h0 + bhs % (uint32_t)step;
   list += hash * n;
   first += hash * (BUCKETS + 1) + base;
@@ -49,10 +46,10 @@ BUCKET_SUM(bucket_sum_16, 32, SUM_SM) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int b = g + 8 * i;
-    low[i] = base + b < BUCKETS ? first[b] : 0;
-    size[i] = base + b < BUCKETS ? first[b + 1] - low[i] : 0;
+    low[i] = b < count ? first[b] : 0;
+    size[i] = b < count ? first[b + 1] - low[i] : 0;
   }
-  const uint32_t end = first[min(SPAN, BUCKETS - base)];
+  const uint32_t end = first[count];
   uint32_t at = first[0], ahead = at;
   const uint32_t shared = (uint32_t)__cvta_generic_to_shared(memory);
   const uint32_t notes = (uint32_t)__cvta_generic_to_shared(tokens);
@@ -61,7 +58,7 @@ BUCKET_SUM(bucket_sum_16, 32, SUM_SM) {
     if (ahead < end) {
       store_word(notes + (stage * CHUNK + lane) * 4, token);
       __syncwarp();
-      const int count = end - ahead, from_row = lane / 8 * 8, piece = lane % 8;
+      const int rows = end - ahead, from_row = lane / 8 * 8, piece = lane % 8;
       const bool holds = column + piece * 8 < D;
 #pragma unroll
       for (int i = 0; i < 8; i += 4) {
@@ -72,7 +69,7 @@ BUCKET_SUM(bucket_sum_16, 32, SUM_SM) {
           const int row = from_row + i + u;
           const char* from = x + (uint64_t)id[u] * (uint32_t)row_bytes + piece * 16;
           copy16(shared + stage * SLOT + place<8>(row, piece), holds ? from : x,
-                 holds && row < count ? 16 : 0);
+                 holds && row < rows ? 16 : 0);
         }
       }
       ahead += CHUNK;
@@ -118,12 +115,12 @@ BUCKET_SUM(bucket_sum_16, 32, SUM_SM) {
   __syncwarp();
   table += ((int64_t)bhs * BUCKETS + base) * (D * Bytes<TABLE>::each);
 #pragma unroll
-  for (int i = lane; i < SPAN * 8; i += 32) {
+  for (int i = lane; i < 16 * 8; i += 32) {
     const int b = i / 8, piece = i % 8;
     float value[8];
 #pragma unroll
     for (int c = 0; c < 8; c++) value[c] = rows[b][piece * 8 + c];
-    if (base + b < BUCKETS && column + piece * 8 < D)
+    if (b < count && column + piece * 8 < D)
       store8<TABLE>(table + (int64_t)b * (D * Bytes<TABLE>::each), column / 8 + piece, value);
   }
 }
@@ -144,7 +141,7 @@ __device__ void add_rows(const INDEX* list, uint32_t begin, uint32_t end, uint32
 }
 
 // 32-bit rows: one warp a bucket, its groups of lanes taking turns.
-BUCKET_SUM(bucket_sum_32, 32, 1) {
+BUCKET_SUM(bucket_sum_32, 1) {
   const int64_t at = blockIdx.x, bhs = at / BUCKETS;
   const uint32_t bh = (uint32_t)bhs / (uint32_t)step;
   const int64_t hash = bh * hashes + h0 + (uint32_t)bhs % (uint32_t)step;

@@ -14,6 +14,7 @@
 #include "rows.cuh"
 
 constexpr int MOST = 16;  // tokens of a bucket that are looked at one by one
+constexpr int THREADS = 128, ROUNDS = 4;
 constexpr uint32_t HEAVY = 1u << 31;
 constexpr Type SUM = X == BF16 ? BF16 : F32;  // number type of the sums of heavy buckets
 
@@ -27,36 +28,50 @@ struct Lists {  // of the other side, for one head
   int64_t n;
 };
 
-// What a token meets in the hashes h … h + GROUP − 1, written to `met`: numbers of tokens, or HEAVY and
+// What a token meets in ROUNDS GROUP hashes from h on, written to `met`: numbers of tokens, or HEAVY and
 // the slot of a bucket of more than MOST. With SAMPLE, MOST tokens of such a bucket instead, each as
 // likely as any other, and `weight` for what they stand for. How many there are.
-template <int GROUP, bool SAMPLE>
+template <int GROUP, int ROUNDS, bool SAMPLE>
 __device__ int meet(const Lists& lists, const Code* codes, int h, int hashes, bool there,
                     uint32_t random, uint32_t* met, float* weight) {
   const int lane = threadIdx.x % GROUP;
-  uint32_t at = 0, count = 0;
-  if (there && h + lane < hashes) {
-    const uint32_t* edge = lists.first + (h + lane) * (int64_t)(BUCKETS + 1) + codes[h + lane];
-    at = edge[0];
-    count = edge[1] - at;
+  uint32_t at[ROUNDS], count[ROUNDS], entries = 0;
+#pragma unroll
+  for (int r = 0; r < ROUNDS; r++) {
+    const int hash = h + r * GROUP + lane;
+    at[r] = count[r] = 0;
+    if (!there || hash >= hashes) continue;
+    const uint32_t* edge = lists.first + hash * (int64_t)(BUCKETS + 1) + codes[hash];
+    at[r] = edge[0];
+    count[r] = edge[1] - at[r];
   }
-  const uint32_t entries = count <= MOST ? count : SAMPLE ? MOST : 1;
+#pragma unroll
+  for (int r = 0; r < ROUNDS; r++)
+    entries += count[r] <= MOST ? count[r] : SAMPLE ? MOST : 1;
   uint32_t end = entries;
   for (int o = 1; o < GROUP; o *= 2) {
     const uint32_t other = __shfl_up_sync(~0u, end, o, GROUP);
     if (lane >= o) end += other;
   }
-  const INDEX* order = lists.order + (h + lane) * lists.n + at;
-  uint32_t* to = met + end - entries;
-  if (!SAMPLE && count > MOST) {
-    to[0] = HEAVY | (uint32_t)((h + lane) * (lists.n / MOST + 1) + heavy_slot(at));
-  } else {
-    const float stride = (float)count / MOST;
-    const float start = (mix(random ^ mix(h + lane)) >> 8) * 0x1p-24f;
-    for (uint32_t e = 0; e < entries; e++) {
-      const bool all = count <= MOST;
-      to[e] = order[all ? e : min((uint32_t)((start + e) * stride), count - 1)];
-      if (SAMPLE) weight[to - met + e] = all ? 1 : stride;
+  uint32_t to = end - entries;
+#pragma unroll
+  for (int r = 0; r < ROUNDS; r++) {
+    const int hash = h + r * GROUP + lane;
+    const INDEX* order = lists.order + hash * lists.n + at[r];
+    if (count[r] <= MOST) {
+      for (uint32_t e = 0; e < count[r]; e++, to++) {
+        met[to] = order[e];
+        if (SAMPLE) weight[to] = 1;
+      }
+    } else if (SAMPLE) {
+      const float stride = (float)count[r] / MOST;
+      const float start = (mix(random ^ mix(hash)) >> 8) * 0x1p-24f;
+      for (uint32_t e = 0; e < MOST; e++, to++) {
+        met[to] = order[min((uint32_t)((start + e) * stride), count[r] - 1)];
+        weight[to] = stride;
+      }
+    } else {
+      met[to++] = HEAVY | (uint32_t)(hash * (lists.n / MOST + 1) + heavy_slot(at[r]));
     }
   }
   __syncwarp();
@@ -65,12 +80,12 @@ __device__ int meet(const Lists& lists, const Code* codes, int h, int hashes, bo
 
 // Sums of the rows of heavy buckets, (BH, m, n / MOST + 1, E), the only ones that are written. A warp
 // takes 32 buckets. Rows of x at the given byte strides.
-extern "C" __global__ void __launch_bounds__(128) heavy_sum(
+extern "C" __global__ void __launch_bounds__(THREADS) heavy_sum(
     const INDEX* order, const uint32_t* first, const char* x, int64_t batch_bytes,
     int64_t head_bytes, int64_t row_bytes, char* sums, int64_t heads, int64_t hashes, int64_t n,
     int64_t warps) {
   constexpr int GROUP = group_of(E), RUNS = (BUCKETS + 31) / 32;
-  const int64_t id = (int64_t)blockIdx.x * 4 + threadIdx.x / 32, hash = id / RUNS;
+  const int64_t id = (int64_t)blockIdx.x * (THREADS / 32) + threadIdx.x / 32, hash = id / RUNS;
   if (id >= warps) return;
   const int lane = threadIdx.x % 32, piece = lane % GROUP, run = id % RUNS * 32;
   const int64_t bh = hash / hashes;
@@ -111,15 +126,15 @@ __device__ inline void add_heavy(const char* heavy, uint32_t met, int lane, floa
 
 // y (BH, nq, E) = 1/m Σ of the rows of x that a token meets, or its unit vector, with 1/norm in
 // `inverse`. codes (BH, nq, m); mask (B, nq) or null; lists and heavy sums of the side of x.
-extern "C" __global__ void __launch_bounds__(256) walk_gather(
+extern "C" __global__ void __launch_bounds__(THREADS) walk_gather(
     const Code* codes, const bool* mask, const INDEX* order, const uint32_t* first, const char* x,
     int64_t batch_bytes, int64_t head_bytes, int64_t row_bytes, const char* heavy, char* y,
     float* inverse, int64_t heads, int64_t hashes, int64_t n, int64_t tokens, int64_t rows,
     float scale) {
   constexpr int GROUP = group_of(E);
-  __shared__ uint32_t room[256 / GROUP][GROUP * MOST];
+  __shared__ uint32_t room[THREADS / GROUP][GROUP * ROUNDS * MOST];
   uint32_t* met = room[threadIdx.x / GROUP];
-  const int64_t row = (int64_t)blockIdx.x * (256 / GROUP) + threadIdx.x / GROUP;
+  const int64_t row = (int64_t)blockIdx.x * (THREADS / GROUP) + threadIdx.x / GROUP;
   const int lane = threadIdx.x % GROUP;
   const bool there = row < rows, holds = lane * 8 < E;
   const uint32_t bh = there ? (uint32_t)row / (uint32_t)tokens : 0;
@@ -128,8 +143,9 @@ extern "C" __global__ void __launch_bounds__(256) walk_gather(
   x += bh / (uint32_t)heads * batch_bytes + bh % (uint32_t)heads * head_bytes;
   heavy += bh * hashes * (n / MOST + 1) * (E * Bytes<SUM>::each);
   float sum[8] = {};
-  for (int h = 0; h < hashes; h += GROUP) {
-    const int count = meet<GROUP, false>(lists, codes + row * hashes, h, hashes, seen, 0, met, nullptr);
+  for (int h = 0; h < hashes; h += ROUNDS * GROUP) {
+    const int count =
+        meet<GROUP, ROUNDS, false>(lists, codes + row * hashes, h, hashes, seen, 0, met, nullptr);
     for (int i = 0; i < count; i += 8) {
       Row8<X> part[8];
 #pragma unroll
@@ -213,10 +229,11 @@ __device__ void walk_outer_side(const Side& s, const float* totals, const char* 
   heavy += bh * (int64_t)hashes * (s.other_n / MOST + 1) * (E * Bytes<SUM>::each);
   float own[8], sum[8] = {}, v_sum[8] = {};
   load8<LANES, F16>(s.a + row * (4 * W), W, seen, own);
-  for (int h = 0; h < (KEY ? hashes : used); h = h < used ? min(h + LANES, used) : h + LANES) {
+  for (int h = 0; h < (KEY ? hashes : used); h = h < used ? min(h + ROUNDS * LANES, used) : h + ROUNDS * LANES) {
     // Beyond the first `used`, hashes count for dV alone; they come in rounds of their own.
     const int limit = h < used ? used : hashes;
-    const int count = meet<LANES, false>(lists, s.codes + row * hashes, h, limit, seen, 0, met, nullptr);
+    const int count =
+        meet<LANES, ROUNDS, false>(lists, s.codes + row * hashes, h, limit, seen, 0, met, nullptr);
     const int most = __reduce_max_sync(~0u, count);  // the groups of a warp go together
     for (int i = 0; i < most; i += 4) {
       Row8<F16> a[4], b[4];
@@ -271,16 +288,16 @@ __device__ void walk_outer_side(const Side& s, const float* totals, const char* 
   if (KEY && there && lane * 8 < E) store8<X>(dv + row * (E * 2), lane, v_sum);
 }
 
-extern "C" __global__ void __launch_bounds__(256) walk_outer(
+extern "C" __global__ void __launch_bounds__(THREADS) walk_outer(
     const Code* q_codes, const Code* k_codes, const INDEX* q_order, const INDEX* k_order,
     const uint32_t* q_first, const uint32_t* k_first, const char* q, const char* k,
     const char* q_rows, const char* k_rows, const float* g_norms, const float* v_norms,
     const float* totals, const char* q_sums, const char* k_sums, const char* heavy,
     const bool* mask, char* dq, char* dk, char* dv, int64_t batch_heads, int64_t heads,
     int64_t hashes, int64_t used, int64_t queries, int64_t keys, float scale) {
-  __shared__ uint32_t room[256 / LANES][LANES * MOST];
+  __shared__ uint32_t room[THREADS / LANES][LANES * ROUNDS * MOST];
   uint32_t* met = room[threadIdx.x / LANES];
-  constexpr int EACH = 256 / LANES;
+  constexpr int EACH = THREADS / LANES;
   const int64_t blocks = (batch_heads * queries + EACH - 1) / EACH;
   const bool key = blockIdx.x >= blocks;
   const int64_t row = (blockIdx.x - (key ? blocks : 0)) * EACH + threadIdx.x / LANES;
@@ -319,7 +336,7 @@ __device__ void walk_true_side(const Side& s, const bool* mask, int64_t row, boo
   random = mix(random ^ mix((uint32_t)row * 2 + KEY));
   for (int h = 0; h < used; h += GROUP) {
     const int count =
-        meet<GROUP, true>(lists, s.codes + row * hashes, h, used, seen, random, met, weight);
+        meet<GROUP, 1, true>(lists, s.codes + row * hashes, h, used, seen, random, met, weight);
     const int most = __reduce_max_sync(~0u, count);  // the groups of a warp go together
     for (int i = 0; i < most; i++) {
       const bool one = i < count;
@@ -342,13 +359,13 @@ __device__ void walk_true_side(const Side& s, const bool* mask, int64_t row, boo
   through_norm<GROUP>(sum, unit, inverse * scale, seen, there ? out + row * X_ROW : nullptr);
 }
 
-extern "C" __global__ void __launch_bounds__(256) walk_true(
+extern "C" __global__ void __launch_bounds__(THREADS) walk_true(
     const Code* q_codes, const Code* k_codes, const INDEX* q_order, const INDEX* k_order,
     const uint32_t* q_first, const uint32_t* k_first, const char* q, const char* k, const char* v,
     const char* g, const float* q_norms, const float* k_norms, const bool* mask, char* dq, char* dk,
     int64_t batch_heads, int64_t heads, int64_t hashes, int64_t used, int64_t queries, int64_t keys,
     const int64_t* seed, float scale) {
-  constexpr int GROUP = group_of(D > E ? D : E), EACH = 256 / GROUP;
+  constexpr int GROUP = group_of(D > E ? D : E), EACH = THREADS / GROUP;
   __shared__ uint32_t room[EACH][GROUP * MOST];
   __shared__ float weights[EACH][GROUP * MOST];
   uint32_t* met = room[threadIdx.x / GROUP];
