@@ -37,7 +37,8 @@ def own_precision(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> Tensor:
         q = args[0] if args else kwargs.get("q")
-        if not isinstance(q, Tensor):  # the method's own check says what is wrong
+        # Where q is no tensor, the method's own check says what is wrong.
+        if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
             return function(*args, **kwargs)
         with torch.autocast(q.device.type, enabled=False):
             return function(*args, **kwargs)

@@ -61,41 +61,50 @@ def _load(source: Path, defines: tuple[tuple[str, object], ...], name: str, devi
     return ObjectCode.from_cubin(binary).get_kernel(name)
 
 
+@functools.cache
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
 def launcher(source: Path, **defines: object) -> Callable[..., None]:
     """A function (name, grid, block, *arguments) that runs a kernel on the current stream.
 
     Arguments are tensors, None, integers (64 bits wide in the kernel) and floats (32 bits).
     """
     key = tuple(sorted(defines.items()))
-    kernels: dict[tuple[str, int], Any] = {}
+    handles: dict[tuple[str, int], int] = {}
 
     def run(name: str, grid: int, block: int, *arguments: object) -> None:
-        from cuda.bindings import driver
-
-        device = torch.cuda.current_device()
-        kernel = kernels.get((name, device))
-        if kernel is None:
-            kernel = kernels[name, device] = _load(source, key, name, device)
+        driver, device = _driver(), torch.cuda.current_device()
+        handle = handles.get((name, device))
+        if handle is None:
+            handle = handles[name, device] = int(_load(source, key, name, device).handle)
         # One 8-byte place an argument, and the address of each: what the driver wants.
-        values = (ctypes.c_int64 * len(arguments))(*map(_value, arguments))
+        values = (ctypes.c_int64 * len(arguments))(*map(_bits, arguments))
         start = ctypes.addressof(values)
         places = (ctypes.c_void_p * len(arguments))(*range(start, start + 8 * len(arguments), 8))
-        stream = torch.cuda.current_stream(device).cuda_stream
-        sizes = (grid, 1, 1, block, 1, 1)
-        (error,) = driver.cuLaunchKernel(
-            int(kernel.handle), *sizes, 0, stream, ctypes.addressof(places), 0
-        )
+        launch = functools.partial(
+            driver.cuLaunchKernel, handle, grid, 1, 1, block, 1, 1, 0,
+            torch.cuda.current_stream().cuda_stream, ctypes.addressof(places), 0,
+        )  # fmt: skip
+        (error,) = launch()
+        if error == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            # The first call of a thread that torch started: give it the context of the others.
+            _, context = driver.cuDevicePrimaryCtxRetain(device)
+            driver.cuCtxSetCurrent(context)
+            (error,) = launch()
         if error:
             raise RuntimeError(f"{source.stem}.{name} could not be launched: {error.name}")
 
     return run
 
 
-def _value(x: object) -> int:
+def _bits(x: object) -> int:
     """The bits of an argument."""
     if isinstance(x, torch.Tensor):
         return x.data_ptr()
     if isinstance(x, float):
         return int.from_bytes(struct.pack("<f", x), "little")
-    assert x is None or isinstance(x, int)
-    return int(x or 0)
+    return int(x or 0)  # type: ignore[call-overload]

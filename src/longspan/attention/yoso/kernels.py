@@ -1,5 +1,6 @@
 """YOSO on NVIDIA GPUs: both passes as torch.library ops, made of `verbs`."""
 
+import functools
 from typing import Any
 
 import torch
@@ -20,6 +21,11 @@ def why_not(device: torch.device) -> list[str]:
     """Why the kernels cannot run on a device; empty where they can."""
     if device.type != "cuda":
         return dispatch.no_kernel("yoso", device)
+    # Asking takes as long as a launch; a compiler asks once.
+    return _why_not(device) if torch.compiler.is_compiling() else _known(device)
+
+
+def _why_not(device: torch.device) -> list[str]:
     if not torch.cuda.is_available():
         return ["yoso needs an NVIDIA GPU, and torch sees none"]
     reasons = []
@@ -31,6 +37,9 @@ def why_not(device: torch.device) -> list[str]:
     if torch.cuda.get_device_capability(device) < (8, 0):
         reasons.append("yoso needs a GPU of compute capability 8.0 or newer")
     return reasons
+
+
+_known = functools.cache(_why_not)
 
 
 def why_not_these(q: Tensor, v: Tensor) -> list[str]:
@@ -64,12 +73,12 @@ def yoso(
     if hashing == "hadamard":
         planes = projections(hashing, seed, q.shape[1], q.shape[3], num_hashes, hash_bits, q.device)
     # The kernel reads it on the GPU, wherever the caller keeps it.
-    seed = seed.to(q.device) if isinstance(seed, Tensor) else torch.full((), seed, device=q.device)
+    place, number = (seed.to(q.device), 0) if isinstance(seed, Tensor) else (None, seed)
     v = F.pad(v, (0, -width % 8)) if width % 8 else v  # rows of whole 16-byte words
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     y = _Fused.apply(
-        q, k, v, key_mask, seed, planes, num_hashes, hash_bits, backward_hashes, normalize,
-        gradient == "true", keep,
+        q, k, v, key_mask, place, number, planes, num_hashes, hash_bits, backward_hashes,
+        normalize, gradient == "true", keep,
     )  # fmt: skip
     return y[..., :width] if width % 8 else y
 
@@ -84,7 +93,8 @@ class _Fused(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         key_mask: Tensor | None,
-        seed: Tensor,
+        place: Tensor | None,
+        number: int,
         planes: Tensor | None,
         num_hashes: int,
         hash_bits: int,
@@ -94,17 +104,17 @@ class _Fused(torch.autograd.Function):
         keep: bool,
     ) -> Tensor:
         y, *saved = torch.ops.longspan.yoso_forward(
-            q, k, v, key_mask, seed, planes, num_hashes, hash_bits, normalize, keep
+            q, k, v, key_mask, place, number, planes, num_hashes, hash_bits, normalize, keep
         )
-        ctx.save_for_backward(q, k, v, key_mask, y, *saved, seed)
-        ctx.options = hash_bits, backward_hashes, normalize, true
+        ctx.save_for_backward(q, k, v, key_mask, y, *saved, place)
+        ctx.options = number, hash_bits, backward_hashes, normalize, true
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         grads = torch.ops.longspan.yoso_backward(g, *ctx.saved_tensors, *ctx.options)
-        return *grads, *[None] * 9
+        return *grads, *[None] * 10
 
 
 def yoso_forward(
@@ -112,7 +122,8 @@ def yoso_forward(
     k: Tensor,
     v: Tensor,
     key_mask: Tensor | None,
-    seed: Tensor,
+    place: Tensor | None,
+    number: int,
     planes: Tensor | None,
     num_hashes: int,
     hash_bits: int,
@@ -127,7 +138,10 @@ def yoso_forward(
         q, k, v = (verbs.aligned(x) for x in (q, k, v))
         key_mask = None if key_mask is None else key_mask.contiguous()
         if planes is None:
-            tiles = verbs.gaussian_planes(seed, q.shape[1], q.shape[3], num_hashes, hash_bits)
+            tiles = verbs.gaussian_planes(
+                number if place is None else place,
+                q.shape[1], q.shape[3], num_hashes, hash_bits, q.device,
+            )  # fmt: skip
         else:
             tiles = verbs.plane_tiles(planes)
         (q_token, q_hash), (k_token, k_hash) = triton.hash_codes(q, k, tiles, hash_bits)
@@ -151,7 +165,8 @@ def _forward_fake(
     k: Tensor,
     v: Tensor,
     key_mask: Tensor | None,
-    seed: Tensor,
+    place: Tensor | None,
+    number: int,
     planes: Tensor | None,
     num_hashes: int,
     hash_bits: int,
@@ -190,7 +205,8 @@ def yoso_backward(
     k_order: Tensor,
     k_first: Tensor,
     k_most: Tensor,
-    seed: Tensor,
+    place: Tensor | None,
+    number: int,
     hash_bits: int,
     backward_hashes: int,
     normalize: bool,
@@ -218,8 +234,9 @@ def yoso_backward(
         if true:
             scale = hash_bits / backward_hashes
             dq, dk = verbs.true_gradient(
-                q, k, v, g, key_mask, q_hash, k_token, *lists, bits, scale, backward_hashes, seed
-            )
+                q, k, v, g, key_mask, q_hash, k_token, *lists, bits, scale, backward_hashes,
+                number if place is None else place,
+            )  # fmt: skip
         else:
             # float16 products would lose digits that the reference keeps.
             dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
@@ -245,7 +262,8 @@ def _backward_fake(
     k_order: Tensor,
     k_first: Tensor,
     k_most: Tensor,
-    seed: Tensor,
+    place: Tensor | None,
+    number: int,
     hash_bits: int,
     backward_hashes: int,
     normalize: bool,

@@ -239,7 +239,7 @@ def _outer_sums(
     q, k, v, g, q_norms, k_norms, dq, dk, q_list, k_list, q_first, k_first,
     head0, queries, keys, hashes, used, buckets,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, EB: tl.constexpr,
-    T: tl.constexpr,
+    T: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """One bucket of one hash, both gradients: each of its rows is written, once."""
     c, group = tl.program_id(0) % buckets, (tl.program_id(0) // buckets).to(tl.int64)
@@ -263,12 +263,14 @@ def _outer_sums(
         g += bh * queries * E
         q_norms += bh * queries
         k_norms += bh * keys
-        if (nq <= 16) & (nk <= 16):
-            _pairs(q, k, v, g, q_norms, k_norms, dq, dk, q_at, k_at, nq, nk,
-                   D, DP, E, EP, 16)  # fmt: skip
-        elif (nq <= T) & (nk <= T):
-            _pairs(q, k, v, g, q_norms, k_norms, dq, dk, q_at, k_at, nq, nk,
-                   D, DP, E, EP, T)  # fmt: skip
+        few = (nq <= T) & (nk <= T)
+        if PAIRS & few:
+            if (nq <= 16) & (nk <= 16):
+                _pairs(q, k, v, g, q_norms, k_norms, dq, dk, q_at, k_at, nq, nk,
+                       D, DP, E, EP, 16)  # fmt: skip
+            else:
+                _pairs(q, k, v, g, q_norms, k_norms, dq, dk, q_at, k_at, nq, nk,
+                       D, DP, E, EP, T)  # fmt: skip
         else:
             _table(k, v, g, k_norms, dq, k_at, nk, q_at, nq, D, DP, E, EB, T)
             _table(q, g, v, q_norms, dk, q_at, nq, k_at, nk, D, DP, E, EB, T)
@@ -320,7 +322,9 @@ def outer_sums(
     hashes, buckets = q_first.shape[2], q_first.shape[3] - 1
     q_norms, k_norms = norms(q), norms(k, key_mask)
     padded = [max(16, triton.next_power_of_2(n)) for n in (channels, width)]
-    wide = max(padded) > 128  # shorter tiles, which fit
+    # Wide rows in shorter tiles, and float32 ones never in pairs: what shared memory has room for.
+    wide = max(padded) > 128
+    in_pairs = not (wide and q.dtype == torch.float32)
     size = used * (queries + keys) * channels * q.element_size()
     step = min(batch * heads, max(1, part_bytes // size))
     parts = [q.new_empty(step, used, n, channels) for n in (queries, keys)]
@@ -331,7 +335,7 @@ def outer_sums(
             q, k, v, g, q_norms, k_norms, *parts, q_list, k_list, q_first, k_first,
             head, queries, keys, hashes, used, buckets,
             D=channels, DP=padded[0], E=width, EP=padded[1],
-            EB=min(padded[1], 16 if wide else 64), T=16 if wide else 32,
+            EB=min(padded[1], 16 if wide else 64), T=16 if wide else 32, PAIRS=in_pairs,
             num_warps=1 if max(padded) <= 64 else 4, num_stages=1,
         )  # fmt: skip
         sides = zip(parts, (q, k), (q_norms, k_norms), grads, (queries, keys), strict=True)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.attention import nvrtc
+from longspan.attention.random import Seed
 from longspan.attention.yoso.tables import compact
 
 CODES, TABLES, ROWS, OUTER, WALK = (
@@ -17,6 +18,7 @@ CODES, TABLES, ROWS, OUTER, WALK = (
     for name in ("codes", "tables", "rows", "outer", "walk")
 )
 TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+INDICES = {torch.uint16: "uint16_t", torch.uint32: "uint32_t"}
 TABLE_BYTES = 1 << 28  # of tables at a time; more hashes take turns
 MANY_WARPS = 1 << 14  # a dozen for each place that an H200 has for them
 FEW_ROWS = 48  # of a bucket, that outer.cu takes in pairs
@@ -33,17 +35,35 @@ class Lists(NamedTuple):
 
 
 def gaussian_planes(
-    seed: Tensor, heads: int, channels: int, num_hashes: int, hash_bits: int
+    seed: Seed,
+    heads: int,
+    channels: int,
+    num_hashes: int,
+    hash_bits: int,
+    device: torch.device,
 ) -> Tensor:
     """Gaussian `projections` made on the GPU: (H, 1, m, 8 or 16, channels padded), bfloat16."""
     bits, padded = _tile(hash_bits, channels)
     make = torch.empty if (bits, padded) == (hash_bits, channels) else torch.zeros
-    planes = make(heads, 1, num_hashes, bits, padded, dtype=torch.bfloat16, device=seed.device)
+    planes = make(heads, 1, num_hashes, bits, padded, dtype=torch.bfloat16, device=device)
     count = heads * num_hashes * hash_bits * channels
-    _launcher(CODES, BITS=hash_bits)(
-        "gaussian_planes", -(-count // 512), 256, seed, planes, count, channels, bits, padded
+    _codes(hash_bits)(
+        "gaussian_planes",
+        -(-count // 512),
+        256,
+        *_seed(seed),
+        planes,
+        count,
+        channels,
+        bits,
+        padded,
     )
     return planes
+
+
+def _seed(seed: Seed) -> tuple[Tensor | None, int]:
+    """What kernels take: a seed that lies on the GPU, or one that is known here."""
+    return (seed, 0) if isinstance(seed, Tensor) else (None, seed)
 
 
 def plane_tiles(planes: Tensor) -> Tensor:
@@ -80,7 +100,7 @@ def bucket_lists(codes: Tensor, mask: Tensor | None, bits: int) -> Lists:
     shape = (batch, heads, hashes, tiles, (1 << bits) + 1)
     first = torch.empty(shape, dtype=torch.uint32, device=codes.device)
     most = torch.empty(shape[:3], dtype=torch.uint32, device=codes.device)
-    blocks, launch = batch * heads * hashes * tiles, _launcher(CODES, BITS=bits)
+    blocks, launch = batch * heads * hashes * tiles, _codes(bits)
     name = "bucket_lists_4k" if tile <= 4096 else "bucket_lists"
     launch(name, blocks, 512, codes, mask, order, first, most, heads, hashes, tokens, tile)
     if tiles == 1:
@@ -172,8 +192,7 @@ def heavy_sum(lists: Lists, x: Tensor, bits: int) -> Tensor:
     strides = (s * x.element_size() for s in x.stride()[:3])
     warps = batch * heads * hashes * -(-(1 << bits) // 32)
     _launch_walk(8, x, bits, lists.order)(
-        "heavy_sum", -(-warps // 4), 128, lists.order, lists.first, x, *strides, sums,
-        heads, hashes, tokens, warps,
+        "heavy_sum", -(-warps // 4), 128, *lists, x, *strides, sums, heads, hashes, tokens, warps,
     )  # fmt: skip
     return sums
 
@@ -193,16 +212,18 @@ def measure(
     batch, heads, queries, width = g.shape
     keys = v.shape[2]
     new = functools.partial(torch.empty, dtype=torch.float32, device=g.device)
-    scales = Scales(new(batch, heads, queries), new(batch, heads, keys), new(2, batch, heads))
+    norms = new(2, batch, heads, keys) if queries == keys else None
+    g_norms, v_norms = (
+        (new(batch, heads, queries), new(batch, heads, keys)) if norms is None else norms
+    )
     y, inverse = unit or (None, None)
     out = g if unit is None else torch.empty_like(g)
     _launch_rows(8, width)(
-        "measure", _row_blocks(g, v, 8, width), 256, g, y, inverse, out, v, key_mask, scales.g,
-        scales.v, batch * heads, heads, queries, keys,
+        "measure", _row_blocks(g, v, 8, width), 256, g, y, inverse, out, v, key_mask, g_norms,
+        v_norms, batch * heads, heads, queries, keys,
     )  # fmt: skip
-    torch.sum(scales.g, 2, out=scales.totals[0])
-    torch.sum(scales.v, 2, out=scales.totals[1])
-    return out, scales
+    totals = torch.stack([g_norms.sum(2), v_norms.sum(2)]) if norms is None else norms.sum(3)
+    return out, Scales(g_norms, v_norms, totals)
 
 
 def surrogate(
@@ -248,7 +269,7 @@ def surrogate(
     while run > 4 and lists << bits < run * MANY_WARPS:
         run //= 2
     runs = lists * -(-(1 << bits) // run)
-    launch = _launcher(OUTER, W=columns, INDEX=_index(q_order))
+    launch = _outer(columns, q_order.dtype)
     arguments = (
         q_rows, k_rows, q_order, k_order, q_first, k_first, q_sums, k_sums,
         queries, keys, hashes, used, 1 << bits, run,
@@ -257,8 +278,9 @@ def surrogate(
     if in_pairs:
         launch("outer_pairs", runs, 32, *arguments)
     light = (FEW_ROWS,) * 2 if in_pairs else (0, 0)
-    if sparse:  # little or nothing: a warp looks through all buckets of a hash
-        light, each, runs = (MOST_ROWS, 1 << 30), -(-(1 << bits) // run), lists
+    if sparse:  # little or nothing: a warp looks through many buckets
+        light, each = (MOST_ROWS, 1 << 30), 16
+        runs = lists * -(-(1 << bits) // (run * each))
     warps = 2 * runs * (1 if columns == 64 else 4)
     launch("outer_tables", warps, 32, *arguments, each, q_most, k_most, *light)
     fits = padded == columns
@@ -293,7 +315,7 @@ def true_gradient(
     bits: int,
     scale: float,
     used: int,
-    seed: Tensor,
+    seed: Seed,
 ) -> tuple[Tensor, Tensor]:
     """dQ and dK weighted by the slope of the collision probability: contiguous rows, any dtype.
 
@@ -315,7 +337,7 @@ def true_gradient(
     _launch_walk(padded, v, bits, q_order)(
         "walk_true", blocks, 128, q_hash.mT.contiguous(), k_token, q_order, k_order, q_first,
         k_first, q, k, v, g, triton.norms(q), triton.norms(k, key_mask), key_mask, dq, dk,
-        batch * heads, heads, k_token.shape[3], used, queries, keys, seed, scale,
+        batch * heads, heads, k_token.shape[3], used, queries, keys, *_seed(seed), scale,
     )  # fmt: skip
     return dq[..., :channels], dk[..., :channels]
 
@@ -328,10 +350,6 @@ def _row_blocks(a: Tensor, b: Tensor, channels: int, width: int) -> int:
     """Blocks of rows.cu for the rows of a and b."""
     rows = a.shape[0] * a.shape[1] * (a.shape[2] + b.shape[2])
     return -(-rows * _columns(channels, width) // 8 // 256)
-
-
-def _launch_rows(channels: int, width: int) -> Callable[..., None]:
-    return _launcher(ROWS, D=channels, E=width, W=_columns(channels, width))
 
 
 def _table_dtype(x: Tensor) -> torch.dtype:
@@ -356,18 +374,41 @@ def aligned(x: Tensor) -> Tensor:
 
 def _launch_tables(x: Tensor, bits: int, order: Tensor) -> Callable[..., None]:
     """The launcher of tables.cu for rows like x."""
-    types = dict(X=TYPES[x.dtype], TABLE=TYPES[_table_dtype(x)], INDEX=_index(order))
-    return _launcher(TABLES, D=x.shape[3], BITS=bits, **types)
+    return _tables(x.shape[3], bits, x.dtype, order.dtype)
+
+
+@functools.cache
+def _tables(
+    channels: int, bits: int, dtype: torch.dtype, index: torch.dtype
+) -> Callable[..., None]:
+    table = "BF16" if dtype == torch.bfloat16 else "F32"
+    types = dict(X=TYPES[dtype], TABLE=table, INDEX=INDICES[index])
+    return nvrtc.launcher(TABLES, D=channels, BITS=bits, **types)
 
 
 def _launch_walk(channels: int, x: Tensor, bits: int, order: Tensor) -> Callable[..., None]:
     """The launcher of walk.cu for queries of so many channels and values like x."""
-    types = dict(X=TYPES[x.dtype], INDEX=_index(order))
-    return _launcher(WALK, D=channels, E=x.shape[3], BITS=bits, **types)
+    return _walk(channels, x.shape[3], bits, x.dtype, order.dtype)
 
 
-def _index(order: Tensor) -> str:
-    return "uint16_t" if order.dtype == torch.uint16 else "uint32_t"
+@functools.cache
+def _walk(
+    channels: int, width: int, bits: int, dtype: torch.dtype, index: torch.dtype
+) -> Callable[..., None]:
+    types = dict(X=TYPES[dtype], INDEX=INDICES[index])
+    return nvrtc.launcher(WALK, D=channels, E=width, BITS=bits, **types)
 
 
-_launcher = functools.cache(nvrtc.launcher)
+@functools.cache
+def _codes(bits: int) -> Callable[..., None]:
+    return nvrtc.launcher(CODES, BITS=bits)
+
+
+@functools.cache
+def _launch_rows(channels: int, width: int) -> Callable[..., None]:
+    return nvrtc.launcher(ROWS, D=channels, E=width, W=_columns(channels, width))
+
+
+@functools.cache
+def _outer(columns: int, index: torch.dtype) -> Callable[..., None]:
+    return nvrtc.launcher(OUTER, W=columns, INDEX=INDICES[index])

@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(32, PER_SM) outer_tables(
       }
       const int count = min(left, CHUNK);
       const INDEX* list = (on_other ? other.list : own.list) + at;
-      index = lane < count ? list[lane] : 0;
+      index = lane < count ? __ldcs(list + lane) : 0;
       at += count;
       left -= count;
       note = count + (left == 0 ? 64 : 0);
@@ -374,8 +374,8 @@ extern "C" __global__ void __launch_bounds__(32, PER_SM) outer_pairs(
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const int j = lane + 32 * i;
-        b.q_token[i] = j < b.q_count ? q.list[q_at + j] : 0;
-        b.k_token[i] = j < b.k_count ? k.list[k_at + j] : 0;
+        b.q_token[i] = j < b.q_count ? __ldcs(q.list + q_at + j) : 0;
+        b.k_token[i] = j < b.k_count ? __ldcs(k.list + k_at + j) : 0;
       }
       b.slots = (b.q_count + 15) / 16 + (b.k_count + 15) / 16;
     }

@@ -53,7 +53,7 @@ BUCKET_SUM(bucket_sum_16, 16) {
   uint32_t at = first[0], ahead = at;
   const uint32_t shared = (uint32_t)__cvta_generic_to_shared(memory);
   const uint32_t notes = (uint32_t)__cvta_generic_to_shared(tokens);
-  uint32_t token = ahead + lane < end ? list[ahead + lane] : 0;
+  uint32_t token = ahead + lane < end ? __ldcs(list + ahead + lane) : 0;
   auto fetch = [&](int stage) {  // the rows whose numbers are in `token`, and the numbers after
     if (ahead < end) {
       store_word(notes + (stage * CHUNK + lane) * 4, token);
@@ -73,7 +73,7 @@ BUCKET_SUM(bucket_sum_16, 16) {
         }
       }
       ahead += CHUNK;
-      token = ahead + lane < end ? list[ahead + lane] : 0;
+      token = ahead + lane < end ? __ldcs(list + ahead + lane) : 0;
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   };

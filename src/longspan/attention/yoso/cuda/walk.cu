@@ -14,7 +14,7 @@
 #include "rows.cuh"
 
 constexpr int MOST = 16;  // tokens of a bucket that are looked at one by one
-constexpr int THREADS = 128, ROUNDS = 4;
+constexpr int THREADS = 128;
 constexpr uint32_t HEAVY = 1u << 31;
 constexpr Type SUM = X == BF16 ? BF16 : F32;  // number type of the sums of heavy buckets
 
@@ -81,12 +81,12 @@ __device__ int meet(const Lists& lists, const Code* codes, int h, int hashes, bo
 // Sums of the rows of heavy buckets, (BH, m, n / MOST + 1, E), the only ones that are written. A warp
 // takes 32 buckets. Rows of x at the given byte strides.
 extern "C" __global__ void __launch_bounds__(THREADS) heavy_sum(
-    const INDEX* order, const uint32_t* first, const char* x, int64_t batch_bytes,
+    const INDEX* order, const uint32_t* first, const uint32_t* most, const char* x, int64_t batch_bytes,
     int64_t head_bytes, int64_t row_bytes, char* sums, int64_t heads, int64_t hashes, int64_t n,
     int64_t warps) {
   constexpr int GROUP = group_of(E), RUNS = (BUCKETS + 31) / 32;
   const int64_t id = (int64_t)blockIdx.x * (THREADS / 32) + threadIdx.x / 32, hash = id / RUNS;
-  if (id >= warps) return;
+  if (id >= warps || most[hash] <= MOST) return;
   const int lane = threadIdx.x % 32, piece = lane % GROUP, run = id % RUNS * 32;
   const int64_t bh = hash / hashes;
   first += hash * (BUCKETS + 1) + run;
@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) walk_gather(
     int64_t batch_bytes, int64_t head_bytes, int64_t row_bytes, const char* heavy, char* y,
     float* inverse, int64_t heads, int64_t hashes, int64_t n, int64_t tokens, int64_t rows,
     float scale) {
-  constexpr int GROUP = group_of(E);
+  constexpr int GROUP = group_of(E), ROUNDS = 1;
   __shared__ uint32_t room[THREADS / GROUP][GROUP * ROUNDS * MOST];
   uint32_t* met = room[threadIdx.x / GROUP];
   const int64_t row = (int64_t)blockIdx.x * (THREADS / GROUP) + threadIdx.x / GROUP;
@@ -213,7 +213,7 @@ __device__ inline void load8(const char* row, int channels, bool there, float (&
 // Rows as outer.cu reads them, [ĝ | q̂ |g| s] and [v̂ | k̂ |v| s]; its sums over the heavy buckets are in
 // q_sums and k_sums; `heavy` has the sums of g over the heavy buckets of queries. Of all hashes, dQ and
 // dK take the first `used`.
-constexpr int W = D <= 64 && E <= 64 ? 64 : 128, LANES = W / 8;
+constexpr int W = D <= 64 && E <= 64 ? 64 : 128, LANES = W / 8, ROUNDS = 4;
 
 template <bool KEY>
 __device__ void walk_outer_side(const Side& s, const float* totals, const char* sums,
@@ -288,7 +288,7 @@ __device__ void walk_outer_side(const Side& s, const float* totals, const char* 
   if (KEY && there && lane * 8 < E) store8<X>(dv + row * (E * 2), lane, v_sum);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) walk_outer(
+extern "C" __global__ void __launch_bounds__(THREADS, 6) walk_outer(
     const Code* q_codes, const Code* k_codes, const INDEX* q_order, const INDEX* k_order,
     const uint32_t* q_first, const uint32_t* k_first, const char* q, const char* k,
     const char* q_rows, const char* k_rows, const float* g_norms, const float* v_norms,
@@ -364,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) walk_true(
     const uint32_t* q_first, const uint32_t* k_first, const char* q, const char* k, const char* v,
     const char* g, const float* q_norms, const float* k_norms, const bool* mask, char* dq, char* dk,
     int64_t batch_heads, int64_t heads, int64_t hashes, int64_t used, int64_t queries, int64_t keys,
-    const int64_t* seed, float scale) {
+    const int64_t* seed_at, int64_t seed, float scale) {
   constexpr int GROUP = group_of(D > E ? D : E), EACH = THREADS / GROUP;
   __shared__ uint32_t room[EACH][GROUP * MOST];
   __shared__ float weights[EACH][GROUP * MOST];
@@ -373,7 +373,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) walk_true(
   const int64_t blocks = (batch_heads * queries + EACH - 1) / EACH;
   const bool key = blockIdx.x >= blocks;
   const int64_t row = (blockIdx.x - (key ? blocks : 0)) * EACH + threadIdx.x / GROUP;
-  const uint32_t random = mix((uint32_t)*seed) ^ (uint32_t)(*seed >> 32);
+  if (seed_at) seed = *seed_at;
+  const uint32_t random = mix((uint32_t)seed) ^ (uint32_t)(seed >> 32);
   if (key) {
     const Side side{k_codes, q_order, q_first, k, v, q, g, k_norms, q_norms, keys, queries};
     walk_true_side<true>(side, mask, row, row < batch_heads * keys, heads, hashes, used, random,
