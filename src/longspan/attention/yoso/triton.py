@@ -263,14 +263,16 @@ def _outer_sums(
         g += bh * queries * E
         q_norms += bh * queries
         k_norms += bh * keys
-        few = (nq <= T) & (nk <= T)
-        if PAIRS & few:
+        if PAIRS:  # known when compiling, unlike the rest
             if (nq <= 16) & (nk <= 16):
                 _pairs(q, k, v, g, q_norms, k_norms, dq, dk, q_at, k_at, nq, nk,
                        D, DP, E, EP, 16)  # fmt: skip
-            else:
+            elif (nq <= T) & (nk <= T):
                 _pairs(q, k, v, g, q_norms, k_norms, dq, dk, q_at, k_at, nq, nk,
                        D, DP, E, EP, T)  # fmt: skip
+            else:
+                _table(k, v, g, k_norms, dq, k_at, nk, q_at, nq, D, DP, E, EB, T)
+                _table(q, g, v, q_norms, dk, q_at, nq, k_at, nk, D, DP, E, EB, T)
         else:
             _table(k, v, g, k_norms, dq, k_at, nk, q_at, nq, D, DP, E, EB, T)
             _table(q, g, v, q_norms, dk, q_at, nq, k_at, nk, D, DP, E, EB, T)
