@@ -7,6 +7,7 @@ import os
 import re
 import struct
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,37 +75,45 @@ def launcher(source: Path, **defines: object) -> Callable[..., None]:
     Arguments are tensors, None, integers (64 bits wide in the kernel) and floats (32 bits).
     """
     key = tuple(sorted(defines.items()))
-    handles: dict[tuple[str, int], int] = {}
+    # By kernel, device and thread: its handle, places of 8 bytes for arguments, their addresses.
+    known: dict[tuple[str, int, int], tuple[int, Any, Any]] = {}
 
     def run(name: str, grid: int, block: int, *arguments: object) -> None:
         driver, device = _driver(), torch.cuda.current_device()
-        handle = handles.get((name, device))
-        if handle is None:
-            handle = handles[name, device] = int(_load(source, key, name, device).handle)
-        # One 8-byte place an argument, and the address of each: what the driver wants.
-        values = (ctypes.c_int64 * len(arguments))(*map(_bits, arguments))
-        start = ctypes.addressof(values)
-        places = (ctypes.c_void_p * len(arguments))(*range(start, start + 8 * len(arguments), 8))
-        launch = functools.partial(
-            driver.cuLaunchKernel, handle, grid, 1, 1, block, 1, 1, 0,
-            torch.cuda.current_stream().cuda_stream, ctypes.addressof(places), 0,
-        )  # fmt: skip
-        (error,) = launch()
-        if error == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
-            # The first call of a thread that torch started: give it the context of the others.
-            _, context = driver.cuDevicePrimaryCtxRetain(device)
-            driver.cuCtxSetCurrent(context)
-            (error,) = launch()
+        mine = name, device, threading.get_ident()
+        if mine not in known:
+            values = (ctypes.c_int64 * len(arguments))()
+            start = ctypes.addressof(values)
+            places = range(start, start + 8 * len(arguments), 8)
+            addresses = (ctypes.c_void_p * len(arguments))(*places)
+            handle = int(_load(source, key, name, device).handle)
+            known[mine] = handle, values, addresses
+            _enter(device)
+        handle, values, addresses = known[mine]
+        values[:] = [
+            x.data_ptr() if isinstance(x, torch.Tensor)
+            else _float_bits(x) if isinstance(x, float)
+            else x or 0
+            for x in arguments
+        ]  # fmt: skip
+        stream = torch.cuda.current_stream().cuda_stream
+        (error,) = driver.cuLaunchKernel(
+            handle, grid, 1, 1, block, 1, 1, 0, stream, ctypes.addressof(addresses), 0
+        )
         if error:
             raise RuntimeError(f"{source.stem}.{name} could not be launched: {error.name}")
 
     return run
 
 
-def _bits(x: object) -> int:
-    """The bits of an argument."""
-    if isinstance(x, torch.Tensor):
-        return x.data_ptr()
-    if isinstance(x, float):
-        return int.from_bytes(struct.pack("<f", x), "little")
-    return int(x or 0)  # type: ignore[call-overload]
+def _enter(device: int) -> None:
+    """Give a thread that torch started, and that used no kernel yet, the context of the others."""
+    driver = _driver()
+    _, context = driver.cuCtxGetCurrent()
+    if not int(context):
+        _, context = driver.cuDevicePrimaryCtxRetain(device)
+        driver.cuCtxSetCurrent(context)
+
+
+def _float_bits(x: float) -> int:
+    return int.from_bytes(struct.pack("<f", x), "little")

@@ -1,6 +1,7 @@
 """YOSO on NVIDIA GPUs: both passes as torch.library ops, made of `verbs`."""
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -117,6 +118,13 @@ class _Fused(torch.autograd.Function):
         return *grads, *[None] * 10
 
 
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Launch on a device; torch's own way asks much where it is the current one already."""
+    if device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
 def yoso_forward(
     q: Tensor,
     k: Tensor,
@@ -129,12 +137,12 @@ def yoso_forward(
     hash_bits: int,
     normalize: bool,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The sum over collisions; to `keep` for the backward, or empty: 1/norm of its rows, the codes
-    of q by hash and of k by token, the lists of k."""
+) -> list[Tensor]:
+    """The sum over collisions; if the backward is to follow, all that it needs to `keep`: 1/norm of
+    the rows of the sum, the codes of q by hash and of k by token, the lists of k."""
     from longspan.attention.yoso import triton
 
-    with torch.cuda.device(q.device):
+    with _on(q.device):
         q, k, v = (verbs.aligned(x) for x in (q, k, v))
         key_mask = None if key_mask is None else key_mask.contiguous()
         if planes is None:
@@ -151,13 +159,7 @@ def yoso_forward(
             q_token, k_token = q_hash.mT.contiguous(), k_hash.mT.contiguous()
         lists = verbs.bucket_lists(k_hash, key_mask, bits)
         y, inverse = verbs.collide(lists, v, q_token, None, bits, normalize=normalize)
-    return (y, inverse, q_hash, k_token, *lists) if keep else (y, *_nothing(q))
-
-
-def _nothing(like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """In place of what a backward would need; six tensors, since no op may return one twice."""
-    a, b, c, d, e, f = (like.new_empty(0) for _ in range(6))
-    return a, b, c, d, e, f
+    return [y, inverse, q_hash, k_token, *lists] if keep else [y]
 
 
 def _forward_fake(
@@ -172,16 +174,16 @@ def _forward_fake(
     hash_bits: int,
     normalize: bool,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
     bits = verbs.compact_bits(queries + keys, hash_bits)
     y = v.new_empty((batch, heads, queries, v.shape[3]))
     if not keep:
-        return y, *_nothing(q)
+        return [y]
     code = torch.uint8 if bits <= 8 else torch.uint16
     index = torch.uint16 if keys <= 1 << 16 else torch.uint32
-    return (
+    return [
         y,
         v.new_empty((batch, heads, queries) if normalize else (0,), dtype=torch.float32),
         v.new_empty((batch, heads, num_hashes, queries), dtype=code),
@@ -189,7 +191,7 @@ def _forward_fake(
         v.new_empty((batch, heads, num_hashes, keys), dtype=index),
         v.new_empty((batch, heads, num_hashes, (1 << bits) + 1), dtype=torch.uint32),
         v.new_empty((batch, heads, num_hashes), dtype=torch.uint32),
-    )
+    ]
 
 
 def yoso_backward(
@@ -217,7 +219,7 @@ def yoso_backward(
 
     bits = verbs.compact_bits(q.shape[2] + k.shape[2], hash_bits)
     k_lists = verbs.Lists(k_order, k_first, k_most)
-    with torch.cuda.device(q.device):
+    with _on(q.device):
         q, k, v, g = (verbs.aligned(x.contiguous()) for x in (q, k, v, g))
         key_mask = None if key_mask is None else key_mask.contiguous()
         fast = v.dtype == torch.bfloat16 and max(q.shape[3], v.shape[3]) <= 128 and not true

@@ -73,14 +73,15 @@ def hash_codes(
         batch, heads, tokens, channels = x.shape
         by_token = torch.empty(batch, heads, tokens, hashes, dtype=code, device=x.device)
         found.append((by_token, torch.empty_like(by_token).view(batch, heads, hashes, tokens)))
+    rows = 128 if padded * q.element_size() <= 512 else 32  # that fit into shared memory
     # Tensors of one shape go in one launch, which costs as much as the work at short lengths.
     both = q.shape == k.shape and q.stride() == k.stride()
     steps = [_step(a, b) for a, b in zip((q, *found[0]), (k, *found[1]), strict=True)]
     for x, codes in zip((q, k), found, strict=True):
         batch, heads, tokens, channels = x.shape
-        _hash_codes[(triton.cdiv(tokens, 128), batch * heads, 2 if both else 1)](
+        _hash_codes[(triton.cdiv(tokens, rows), batch * heads, 2 if both else 1)](
             x, planes, *codes, *steps, tokens, heads, hashes, *x.stride()[:3],
-            D=channels, DP=padded, BITS=bits, STEP=64 // bits, ROWS=128,
+            D=channels, DP=padded, BITS=bits, STEP=64 // bits, ROWS=rows,
             X_PIECES=x_pieces, PLANE_PIECES=pieces, num_warps=4,
         )  # fmt: skip
         if both:
@@ -239,7 +240,7 @@ def _outer_sums(
     q, k, v, g, q_norms, k_norms, dq, dk, q_list, k_list, q_first, k_first,
     head0, queries, keys, hashes, used, buckets,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, EB: tl.constexpr,
-    T: tl.constexpr, PAIRS: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
     """One bucket of one hash, both gradients: each of its rows is written, once."""
     c, group = tl.program_id(0) % buckets, (tl.program_id(0) // buckets).to(tl.int64)
@@ -263,16 +264,12 @@ def _outer_sums(
         g += bh * queries * E
         q_norms += bh * queries
         k_norms += bh * keys
-        if PAIRS:  # known when compiling, unlike the rest
-            if (nq <= 16) & (nk <= 16):
-                _pairs(q, k, v, g, q_norms, k_norms, dq, dk, q_at, k_at, nq, nk,
-                       D, DP, E, EP, 16)  # fmt: skip
-            elif (nq <= T) & (nk <= T):
-                _pairs(q, k, v, g, q_norms, k_norms, dq, dk, q_at, k_at, nq, nk,
-                       D, DP, E, EP, T)  # fmt: skip
-            else:
-                _table(k, v, g, k_norms, dq, k_at, nk, q_at, nq, D, DP, E, EB, T)
-                _table(q, g, v, q_norms, dk, q_at, nq, k_at, nk, D, DP, E, EB, T)
+        if (nq <= 16) & (nk <= 16):
+            _pairs(q, k, v, g, q_norms, k_norms, dq, dk, q_at, k_at, nq, nk,
+                   D, DP, E, EP, 16)  # fmt: skip
+        elif (nq <= T) & (nk <= T):
+            _pairs(q, k, v, g, q_norms, k_norms, dq, dk, q_at, k_at, nq, nk,
+                   D, DP, E, EP, T)  # fmt: skip
         else:
             _table(k, v, g, k_norms, dq, k_at, nk, q_at, nq, D, DP, E, EB, T)
             _table(q, g, v, q_norms, dk, q_at, nq, k_at, nk, D, DP, E, EB, T)
@@ -324,9 +321,7 @@ def outer_sums(
     hashes, buckets = q_first.shape[2], q_first.shape[3] - 1
     q_norms, k_norms = norms(q), norms(k, key_mask)
     padded = [max(16, triton.next_power_of_2(n)) for n in (channels, width)]
-    # Wide rows in shorter tiles, and float32 ones never in pairs: what shared memory has room for.
-    wide = max(padded) > 128
-    in_pairs = not (wide and q.dtype == torch.float32)
+    wide = max(padded) > 128  # shorter tiles, which fit into shared memory
     size = used * (queries + keys) * channels * q.element_size()
     step = min(batch * heads, max(1, part_bytes // size))
     parts = [q.new_empty(step, used, n, channels) for n in (queries, keys)]
@@ -337,7 +332,7 @@ def outer_sums(
             q, k, v, g, q_norms, k_norms, *parts, q_list, k_list, q_first, k_first,
             head, queries, keys, hashes, used, buckets,
             D=channels, DP=padded[0], E=width, EP=padded[1],
-            EB=min(padded[1], 16 if wide else 64), T=16 if wide else 32, PAIRS=in_pairs,
+            EB=min(padded[1], 16 if wide else 64), T=16 if wide else 32,
             num_warps=1 if max(padded) <= 64 else 4, num_stages=1,
         )  # fmt: skip
         sides = zip(parts, (q, k), (q_norms, k_norms), grads, (queries, keys), strict=True)

@@ -190,7 +190,7 @@ def heavy_sum(lists: Lists, x: Tensor, bits: int) -> Tensor:
     shape = (batch, heads, hashes, tokens // MOST_ROWS + 1, x.shape[3])
     sums = torch.empty(shape, dtype=_table_dtype(x), device=x.device)
     strides = (s * x.element_size() for s in x.stride()[:3])
-    warps = batch * heads * hashes * -(-(1 << bits) // 32)
+    warps = batch * heads * hashes * -(-(1 << bits) // 256)
     _launch_walk(8, x, bits, lists.order)(
         "heavy_sum", -(-warps // 4), 128, *lists, x, *strides, sums, heads, hashes, tokens, warps,
     )  # fmt: skip
@@ -365,6 +365,8 @@ def _group(channels: int) -> int:
 def aligned(x: Tensor) -> Tensor:
     """x itself where its rows lie on 16-byte words, else a copy."""
     words = 16 // x.element_size()
+    if x.is_contiguous() and x.shape[3] % words == 0 and x.data_ptr() % 16 == 0:
+        return x
     straight = x.stride(3) == 1 and all(s % words == 0 for s in x.stride()[:3])
     if straight and x.data_ptr() % 16 == 0:
         return x

@@ -79,42 +79,46 @@ __device__ int meet(const Lists& lists, const Code* codes, int h, int hashes, bo
 }
 
 // Sums of the rows of heavy buckets, (BH, m, n / MOST + 1, E), the only ones that are written. A warp
-// takes 32 buckets. Rows of x at the given byte strides.
+// looks at 256 buckets, 32 at a time. Rows of x at the given byte strides; most (BH, m): the tokens of
+// the fullest bucket.
 extern "C" __global__ void __launch_bounds__(THREADS) heavy_sum(
-    const INDEX* order, const uint32_t* first, const uint32_t* most, const char* x, int64_t batch_bytes,
-    int64_t head_bytes, int64_t row_bytes, char* sums, int64_t heads, int64_t hashes, int64_t n,
-    int64_t warps) {
-  constexpr int GROUP = group_of(E), RUNS = (BUCKETS + 31) / 32;
-  const int64_t id = (int64_t)blockIdx.x * (THREADS / 32) + threadIdx.x / 32, hash = id / RUNS;
+    const INDEX* order, const uint32_t* first, const uint32_t* most, const char* x,
+    int64_t batch_bytes, int64_t head_bytes, int64_t row_bytes, char* sums, int64_t heads,
+    int64_t hashes, int64_t n, int64_t warps) {
+  constexpr int GROUP = group_of(E), STRETCH = 256, PARTS = (BUCKETS + STRETCH - 1) / STRETCH;
+  const int64_t id = (int64_t)blockIdx.x * (THREADS / 32) + threadIdx.x / 32, hash = id / PARTS;
   if (id >= warps || most[hash] <= MOST) return;
-  const int lane = threadIdx.x % 32, piece = lane % GROUP, run = id % RUNS * 32;
+  const int lane = threadIdx.x % 32, piece = lane % GROUP, begin_bucket = id % PARTS * STRETCH;
   const int64_t bh = hash / hashes;
-  first += hash * (BUCKETS + 1) + run;
-  const bool there = run + lane < BUCKETS;
-  const uint32_t at = there ? first[lane] : 0, count = there ? first[lane + 1] - at : 0;
+  first += hash * (BUCKETS + 1);
+  order += hash * n;
   x += bh / heads * batch_bytes + bh % heads * head_bytes;
-  for (uint32_t heavy = __ballot_sync(~0u, count > MOST); heavy; heavy &= heavy - 1) {
-    const uint32_t begin = __shfl_sync(~0u, at, __ffs(heavy) - 1);
-    const uint32_t end = begin + __shfl_sync(~0u, count, __ffs(heavy) - 1);
-    float sum[8] = {};
-    if (piece * 8 < E)
-      for (uint32_t i = begin + lane / GROUP; i < end; i += 8 * (32 / GROUP)) {
-        Row8<X> row[8];
+  for (int run = begin_bucket; run < min(begin_bucket + STRETCH, BUCKETS); run += 32) {
+    const bool there = run + lane < BUCKETS;
+    const uint32_t at = there ? first[run + lane] : 0;
+    const uint32_t count = there ? first[run + lane + 1] - at : 0;
+    for (uint32_t heavy = __ballot_sync(~0u, count > MOST); heavy; heavy &= heavy - 1) {
+      const uint32_t begin = __shfl_sync(~0u, at, __ffs(heavy) - 1);
+      const uint32_t end = begin + __shfl_sync(~0u, count, __ffs(heavy) - 1);
+      float sum[8] = {};
+      if (piece * 8 < E)
+        for (uint32_t i = begin + lane / GROUP; i < end; i += 8 * (32 / GROUP)) {
+          Row8<X> row[8];
 #pragma unroll
-        for (int u = 0; u < 8; u++) {
-          const uint32_t j = i + u * (32 / GROUP);
-          if (j < end) row[u].load(x + (int64_t)order[hash * n + j] * row_bytes, piece);
-          else row[u].clear();
+          for (int u = 0; u < 8; u++) {
+            const uint32_t j = i + u * (32 / GROUP);
+            if (j < end) row[u].load(x + (int64_t)order[j] * row_bytes, piece);
+            else row[u].clear();
+          }
+#pragma unroll
+          for (int u = 0; u < 8; u++) row[u].add_to(sum);
         }
 #pragma unroll
-        for (int u = 0; u < 8; u++) row[u].add_to(sum);
-      }
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-      for (int o = GROUP; o < 32; o *= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], o);
-    if (lane < GROUP && piece * 8 < E)
-      store8<SUM>(sums + (hash * (n / MOST + 1) + heavy_slot(begin)) * (E * Bytes<SUM>::each), piece,
-                  sum);
+      for (int i = 0; i < 8; i++)
+        for (int o = GROUP; o < 32; o *= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], o);
+      const int64_t slot = hash * (n / MOST + 1) + heavy_slot(begin);
+      if (lane < GROUP && piece * 8 < E) store8<SUM>(sums + slot * (E * Bytes<SUM>::each), piece, sum);
+    }
   }
 }
 
@@ -288,7 +292,7 @@ __device__ void walk_outer_side(const Side& s, const float* totals, const char* 
   if (KEY && there && lane * 8 < E) store8<X>(dv + row * (E * 2), lane, v_sum);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 6) walk_outer(
+extern "C" __global__ void __launch_bounds__(THREADS) walk_outer(
     const Code* q_codes, const Code* k_codes, const INDEX* q_order, const INDEX* k_order,
     const uint32_t* q_first, const uint32_t* k_first, const char* q, const char* k,
     const char* q_rows, const char* k_rows, const float* g_norms, const float* v_norms,
