@@ -120,7 +120,7 @@ class _Fused(torch.autograd.Function):
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
     """Launch on a device; torch's own way asks much where it is the current one already."""
-    if device.index == torch.cuda.current_device():
+    if device.index == torch._C._cuda_getDevice():
         return nullcontext()
     return torch.cuda.device(device)
 

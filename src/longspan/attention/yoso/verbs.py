@@ -281,8 +281,8 @@ def surrogate(
     if sparse:  # little or nothing: a warp looks through many buckets
         light, each = (MOST_ROWS, 1 << 30), 16
         runs = lists * -(-(1 << bits) // (run * each))
-    warps = 2 * runs * (1 if columns == 64 else 4)
-    launch("outer_tables", warps, 32, *arguments, each, q_most, k_most, *light)
+    threads = 32 if columns == 64 else 128
+    launch("outer_tables", 2 * runs, threads, *arguments, each, q_most, k_most, *light)
     fits = padded == columns
     dq, dk = (
         s.view(x.dtype) if fits else torch.empty_like(x) for s, x in ((q_sums, q), (k_sums, k))

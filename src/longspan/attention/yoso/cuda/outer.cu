@@ -15,7 +15,6 @@
 #include "common.cuh"
 
 constexpr int PER_SM = 8;  // warps of either kernel: as many as 255 registers each leave room for
-constexpr int STAGES = 3;  // chunks in shared memory: one in use, the others on their way
 
 __device__ inline uint32_t pack(float low, float high) { return pack(low, high, F16); }
 
@@ -66,25 +65,32 @@ constexpr int CHUNK = 32;                   // rows that a warp works on at a ti
 constexpr int BLOCK = 64 * 64 / W;          // rows of a table that one warp holds in registers
 constexpr int BLOCKS = W / BLOCK;
 constexpr int MT = BLOCK / 16, NT = W / 8;  // tiles of a table
-constexpr int FIRST = CHUNK * W * 2, SECOND = CHUNK * BLOCK * 2;  // bytes: ĝ or v̂, and Q or K
-constexpr int SLOT = FIRST + SECOND + 4 * CHUNK + 16;             // and tokens, and a note
+constexpr int STAGES = W == 64 ? 3 : 2;  // chunks in shared memory: in use, and on their way
+constexpr int HALF_SLOT = CHUNK * W * 2;  // bytes: ĝ or v̂, and as many of Q or K
+constexpr int SLOT = 2 * HALF_SLOT + 4 * CHUNK + 16;  // and tokens, and a note
 
-// Buckets with more than `own_above` tokens of the own side or `other_above` of the other: one warp a
-// run of buckets, one side and one block of the table. Side 0 builds Σ_j K_j v̂_jᵀ from the keys and applies it to the queries, giving dQ; side 1 the other
-// way round. The work is in proportion to the tokens, whatever the size of a bucket.
+__device__ inline void sync_block() {
+  if (BLOCKS == 1) __syncwarp();
+  else __syncthreads();
+}
+
+// Buckets with more than `own_above` tokens of the own side or `other_above` of the other: one block a
+// run of buckets and side, each of its warps some rows of the table. Side 0 builds Σ_j K_j v̂_jᵀ from
+// the keys and applies it to the queries, giving dQ; side 1 the other way round. The work is in
+// proportion to the tokens, whatever the size of a bucket.
 // rows (BH, n, 2 W); lists (BH, m, n), the first place of each bucket (BH, m, C + 1), the tokens of the
 // fullest (BH, m); sums (BH, n, W),
 // columns in the order of the registers: 8 a + 2 b + c of every 32 hold what belongs to 8 b + 2 a + c.
-extern "C" __global__ void __launch_bounds__(32, PER_SM) outer_tables(
+extern "C" __global__ void __launch_bounds__(32 * BLOCKS, PER_SM / BLOCKS) outer_tables(
     const char* q_rows, const char* k_rows, const INDEX* q_list, const INDEX* k_list,
     const uint32_t* q_first, const uint32_t* k_first, char* dq, char* dk, int64_t queries,
     int64_t keys, int64_t hashes, int64_t used, int64_t buckets, int64_t length, int64_t each,
     const uint32_t* q_most, const uint32_t* k_most, int64_t own_above, int64_t other_above) {
   __shared__ __align__(128) char memory[STAGES][SLOT];
   __shared__ uint32_t edges[2][33];  // first places, of the own and of the other side
-  const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
-  const int block = blockIdx.x % BLOCKS, stretch = (int)(length * each);  // runs of one warp
-  const uint32_t runs = (uint32_t)((buckets + stretch - 1) / stretch), task = blockIdx.x / BLOCKS;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int stretch = (int)(length * each);  // buckets, `each` runs of them
+  const uint32_t runs = (uint32_t)((buckets + stretch - 1) / stretch), task = blockIdx.x;
   // All hashes of a side one after another: what they read of a head stays in the L2 cache.
   const uint32_t bhs = task / runs / (uint32_t)used, bh = bhs / 2;
   const bool side = bhs % 2;
@@ -94,18 +100,19 @@ extern "C" __global__ void __launch_bounds__(32, PER_SM) outer_tables(
   if ((side ? q_most : k_most)[hash] <= own_above && (side ? k_most : q_most)[hash] <= other_above)
     return;  // no bucket of this hash is for this kernel
   const Side own = side ? q : k, other = side ? k : q;
-  char* out = (side ? dk + bh * keys * (2 * W) : dq + bh * queries * (2 * W)) + block * 64 + t * 16;
+  char* out = (side ? dk + bh * keys * (2 * W) : dq + bh * queries * (2 * W)) + warp * 64 + t * 16;
   const int begin = task % runs * stretch, end = min(begin + stretch, (int)buckets);
 #pragma unroll 1
   for (int run = begin; run < end; run += (int)length) {
     uint32_t live;  // buckets of the run that are still to come
     {
       const int count = min((int)length, (int)buckets - run);
-      for (int i = lane; i <= count; i += 32) {
+      sync_block();
+      for (int i = threadIdx.x; i <= count; i += 32 * BLOCKS) {
         edges[0][i] = own.first[run + i];
         edges[1][i] = other.first[run + i];
       }
-      __syncwarp();
+      sync_block();
       const uint32_t a = lane < count ? edges[0][lane + 1] - edges[0][lane] : 0;
       const uint32_t b = lane < count ? edges[1][lane + 1] - edges[1][lane] : 0;
       live = __ballot_sync(~0u, a > 0 && b > 0 && (a > own_above || b > other_above));
@@ -140,34 +147,26 @@ extern "C" __global__ void __launch_bounds__(32, PER_SM) outer_tables(
     };
     const uint32_t shared = (uint32_t)__cvta_generic_to_shared(memory);
     auto fetch = [&](uint32_t slot) {
-      constexpr int PIECES = W / 8, EACH = CHUNK * PIECES / 32;  // rows that a lane helps to copy
-      const uint32_t notes = slot + FIRST + SECOND;
-      store_word(notes + 4 * lane, index);
-      if (lane == 0) store_word(notes + 4 * CHUNK, note);
-      __syncwarp();
-      const int count = note & 63, from_row = lane / PIECES * EACH, piece = lane % PIECES;
+      constexpr int PIECES = W / 8, EACH = CHUNK * PIECES / (32 * BLOCKS);  // rows, some of each lane
+      const uint32_t notes = slot + 2 * HALF_SLOT;
+      if (warp == 0) store_word(notes + 4 * lane, index);
+      if (threadIdx.x == 0) store_word(notes + 4 * CHUNK, note);
+      if (BLOCKS == 1) __syncwarp();
+      const int count = note & 63, from_row = threadIdx.x / PIECES * EACH;
+      const int piece = threadIdx.x % PIECES;
       const char* rows = (on_other ? other.rows : own.rows) + piece * 16;
 #pragma unroll
       for (int i = 0; i < EACH; i += 4) {
         uint32_t token[4];
-        load_words(notes + 4 * (from_row + i), token);
+        if (BLOCKS == 1) load_words(notes + 4 * (from_row + i), token);
 #pragma unroll
         for (int u = 0; u < 4; u++) {
           const int row = from_row + i + u;
+          if (BLOCKS > 1) token[u] = __shfl_sync(~0u, index, row);
           const char* from = rows + (uint64_t)token[u] * (4 * W);
           const int bytes = row < count ? 16 : 0;  // zeros beyond the last row
           copy16(slot + place<PIECES>(row, piece), from, bytes);
-          if (BLOCKS == 1 && !on_other)
-            copy16(slot + FIRST + place<PIECES>(row, piece), from + 2 * W, bytes);
-        }
-      }
-      if (BLOCKS > 1 && !on_other) {
-        constexpr int PARTS = BLOCK / 8;
-#pragma unroll
-        for (int i = 0; i < PARTS; i++) {
-          const int row = lane, part = i;
-          const char* from = own.rows + (uint64_t)index * (4 * W) + 2 * W + block * (2 * BLOCK);
-          copy16(slot + FIRST + place<PARTS>(row, part), from + part * 16, row < count ? 16 : 0);
+          if (!on_other) copy16(slot + HALF_SLOT + place<PIECES>(row, piece), from + 2 * W, bytes);
         }
       }
       asm volatile("cp.async.commit_group;" ::: "memory");
@@ -180,10 +179,10 @@ extern "C" __global__ void __launch_bounds__(32, PER_SM) outer_tables(
     uint32_t slot = shared + (STAGES - 1) * SLOT, spent, here;
     auto take = [&]() {  // wait for the next chunk
       asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-      __syncwarp();
+      sync_block();
       spent = slot;
       slot = slot == shared + (STAGES - 1) * SLOT ? shared : slot + SLOT;
-      here = load_word(slot + FIRST + SECOND + 4 * CHUNK);
+      here = load_word(slot + 2 * HALF_SLOT + 4 * CHUNK);
     };
 
     // Rows and pieces that a lane names for ldmatrix: A transposed; A, and B transposed.
@@ -195,7 +194,8 @@ extern "C" __global__ void __launch_bounds__(32, PER_SM) outer_tables(
       uint32_t a[MT][4];
 #pragma unroll
       for (int i = 0; i < MT; i++)
-        load_matrix<true>(slot + FIRST + place<BLOCK / 8>(from + a_row, 2 * i + a_piece), a[i]);
+        load_matrix<true>(slot + HALF_SLOT + place<W / 8>(from + a_row, warp * (BLOCK / 8) + 2 * i + a_piece),
+                          a[i]);
 #pragma unroll
       for (int j = 0; j < NT; j += 2) {
         uint32_t b[4];
@@ -223,20 +223,29 @@ extern "C" __global__ void __launch_bounds__(32, PER_SM) outer_tables(
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int r = from + g + 8 * half;
-        const uint32_t token = load_word(slot + FIRST + SECOND + 4 * r);
+        const uint32_t token = load_word(slot + 2 * HALF_SLOT + 4 * r);
         if (r < (here & 63)) add_row<2 * MT>(out, token, sum, half);
       }
     };
+    // With three stages a fetch can wait until the tensor cores are busy; with two it must come first.
+    auto fetch_early = [&]() {
+      if (STAGES == 2) fetch(spent);
+    };
+    auto fetch_late = [&]() {
+      if (STAGES > 2) fetch(spent);
+    };
     take();
     while (here) {
+      fetch_early();
       build(0, true);
       if ((here & 63) > 16) build(16, false);
-      fetch(spent);  // while the tensor cores are busy
+      fetch_late();
       while (here < 64) {
         take();
+        fetch_early();
         build(0, false);
         if ((here & 63) > 16) build(16, false);
-        fetch(spent);
+        fetch_late();
       }
 #pragma unroll
       for (int i = 0; i < MT; i++)
@@ -248,8 +257,9 @@ extern "C" __global__ void __launch_bounds__(32, PER_SM) outer_tables(
       do {
         take();
         float sum[2 * MT][4];
+        fetch_early();
         apply(0, sum);
-        fetch(spent);
+        fetch_late();
         emit(0, sum);
         if ((here & 63) > 16) {
           apply(16, sum);
@@ -259,14 +269,14 @@ extern "C" __global__ void __launch_bounds__(32, PER_SM) outer_tables(
       take();
     }
     asm volatile("cp.async.wait_group 0;" ::: "memory");
-    __syncwarp();
   }
 }
 
 #if W == 64
 // Buckets of up to LIGHT queries and keys: S = ĝ v̂ᵀ, dQ = S K, dK = Sᵀ Q; one warp a run of buckets.
 // Arguments as above.
-constexpr int TILES = 3, LIGHT = 16 * TILES, RING = 2 * TILES, HALF = 16 * W * 2, PAIR_SLOT = 2 * HALF;  // bytes of 16 rows
+constexpr int TILES = 3, LIGHT = 16 * TILES;
+constexpr int RING = 2 * TILES, HALF = 16 * W * 2, PAIR_SLOT = 2 * HALF;  // bytes of 16 rows
 
 struct Bucket {
   int q_count, k_count, slots;
