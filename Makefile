@@ -43,8 +43,9 @@ on_gpu = if ! nvidia-smi -L >/dev/null 2>&1; then echo "No NVIDIA GPU here: $(1)
 test-gpu:        ## Run the tests that need an NVIDIA GPU
 	@$(call on_gpu,GPU tests were not run,pytest -m gpu)
 
-bench-gpu:       ## Time YOSO beside exact attention on an NVIDIA GPU; rows go to results/
-	@$(call on_gpu,nothing was measured,longspan.bench.gpu results/yoso-gpu.jsonl)
+bench-gpu:       ## Time YOSO beside exact attention on an NVIDIA GPU; rows, tables, plot go to results/
+	@$(call on_gpu,nothing was measured,longspan.bench.gpu results/yoso-gpu.jsonl && \
+	  PYTHONPATH=src $(GPU_PYTHON) -m longspan.report.gpu results/yoso-gpu.jsonl)
 
 lint: $(READY)   ## Check style, types and the direction of imports
 	@$(BIN)/ruff check .

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import longspan
+from longspan import records
 from longspan.bench import MODES, Case, Timing, gpu, measure, timing_row
+from longspan.bench.cases import _draw
 
 
 @pytest.mark.parametrize("method", longspan.METHODS)
@@ -89,10 +91,103 @@ def test_gpu_time_is_that_of_the_kernels():
     assert timings["long"].seconds > 3 * timings["short"].seconds
 
 
+def test_inputs_are_what_they_say():
+    def draw(inputs):
+        q, k, _ = _draw((3, 2, 64, 16), "float32", "cpu", False, 0, inputs=inputs)
+        return q, k
+
+    q, k = draw("clustered")
+    distance = torch.cdist(q, k).flatten()
+    near = distance < 0.5 * 32**0.5  # noise of 0.35 on both sides; centres are √(2 · 16) apart
+    assert 0.01 < near.double().mean() < 0.1  # one in 32
+    q, k = draw("one-key")
+    assert (k == k[:, :1]).all()
+    assert not torch.equal(q[:, 0], q[:, 1])
+    assert not torch.equal(k[0], k[1])
+    q, k = draw("one-vector")
+    assert (k == k[:, :1]).all()
+    assert torch.equal(q, k)
+
+
+def test_unknown_inputs_say_so():
+    with pytest.raises(ValueError, match="inputs must be one of 'spread', 'clustered'"):
+        Case("softmax", 16, inputs="cluster").build("forward")
+
+
 @pytest.mark.parametrize(("length", "heads"), [(512, 512), (4096, 64), (131072, 8)])
 def test_gpu_rows_compare_equal_work_at_every_length(length, heads):
-    cases = {name: case for name, case, _ in gpu.contenders(length)}
-    assert list(cases) == ["softmax cuDNN", "softmax flash", "yoso-16 fused", "yoso-32 fused"]
-    assert {(c.length, c.heads, c.dtype, c.device) for c in cases.values()} == {
-        (length, heads, "bfloat16", "cuda")
+    found = list(gpu.contenders(64, length, "forward"))
+    names = [contender.name for contender in found]
+    assert names[:2] == ["softmax cuDNN", "softmax flash"]
+    assert {f"yoso fused num_hashes={m} hash_bits=8" for m in (16, 32)} <= set(names)
+    cases = [contender.case for contender in found]
+    assert {(c.length, c.heads, c.dtype, c.device, c.head_dim) for c in cases} == {
+        (length, heads, "bfloat16", "cuda", 64)
     }
+
+
+def test_gpu_keys_differ():
+    keys = [c.key(group[2]) for group in gpu.groups() for c in gpu.contenders(*group)]
+    assert len(set(keys)) == len(keys)
+    assert "yoso fused num_hashes=32 hash_bits=12, d=128, n=4096, spread, forward" in keys
+    assert any("backward_hashes=8" in key for key in keys)
+    assert {"clustered", "one-key", "one-vector"} <= {key.split(", ")[3] for key in keys}
+
+
+@pytest.fixture
+def small_gpu(monkeypatch):
+    """The benchmark at toy sizes on the CPU."""
+
+    def contenders(head_dim, length, mode):
+        shape = dict(length=length, heads=2, head_dim=8)
+        yield gpu.Contender("softmax cuDNN", Case("softmax", **shape))
+        for inputs in ("spread", "one-key"):
+            options = dict(num_hashes=2, hash_bits=8, impl="reference")
+            case = Case("yoso", options=options, inputs=inputs, **shape)
+            yield gpu.Contender("yoso fused num_hashes=2", case)
+
+    monkeypatch.setattr(gpu, "contenders", contenders)
+    monkeypatch.setattr(gpu, "groups", lambda: [(8, n, m) for n in (32, 64) for m in MODES])
+    monkeypatch.setattr(gpu, "peak_bytes", lambda call: 5000)
+    monkeypatch.setattr(gpu, "SECONDS", 0)
+
+
+def test_gpu_rows_hold_what_ratios_and_memory_need(small_gpu, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    gpu.run(path, lengths=(32, 64))
+    rows = records.read(path)
+    assert len({row["key"] for row in rows}) == len(rows) == 12
+    for row in rows:
+        assert row["v_bytes"] == 2 * row["length"] * 8 * 4
+        assert row["outputs_bytes"] == row["v_bytes"] * (1 if row["mode"] == "forward" else 4)
+        same = [r for r in rows if (r["length"], r["mode"]) == (row["length"], row["mode"])]
+        assert row["exact_seconds"] == same[0]["seconds"]
+
+
+def test_gpu_run_goes_on_where_it_stopped(small_gpu, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    gpu.run(path, lengths=(32,), only="ONE-KEY")
+    assert [row["inputs"] for row in records.read(path)] == ["one-key"] * 2
+    assert {row["length"] for row in records.read(path)} == {32}
+    gpu.run(path, lengths=(32,))
+    assert len(records.read(path)) == 6
+    capsys.readouterr()
+    gpu.run(path, lengths=(32,))
+    assert "0 rows to measure" in capsys.readouterr().out
+    gpu.run(path, lengths=(32,), only="one-key", fresh=True)
+    assert [row["inputs"] for row in records.read(path)][6:] == ["one-key"] * 2
+
+
+def test_gpu_rows_of_another_gpu_do_not_count(small_gpu, tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    gpu.run(path, lengths=(32,))
+    stamp = records.environment()
+    monkeypatch.setattr(records, "environment", lambda: {**stamp, "gpu": "another"})
+    gpu.run(path, lengths=(32,))
+    assert len(records.read(path)) == 12
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_command_says_that_it_needs_one():
+    with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
+        gpu.main(["--lengths", "512", "--only", "yoso"])

@@ -15,7 +15,7 @@ EXTRAS = {
     "cuda": ("triton", "cuda-core"),
     "huggingface": ("transformers", "safetensors"),
     "train": ("transformers", "accelerate", "tokenizers", "safetensors", "datasets"),
-    "report": ("plotly", "jinja2"),
+    "report": ("plotly", "jinja2", "matplotlib"),
 }
 COMPILERS = ("c++", "g++", "clang++", "cl")
 

@@ -188,7 +188,23 @@ BAD = {
         lambda: longspan.YosoAttention(3, num_hash=2),
         TypeError,
         "options of YosoAttention must be among num_hashes, hash_bits, hashing, gradient, "
-        "normalize, seed, impl, got 'num_hash' (did you mean 'num_hashes'?)",
+        "backward_hashes, normalize, seed, impl, exact_below, conv_kernel, got 'num_hash' "
+        "(did you mean 'num_hashes'?)",
+    ),
+    "exact-below-negative": (
+        lambda: longspan.YosoAttention(3, exact_below=-1),
+        ValueError,
+        "exact_below must be an integer of at least 0, got -1",
+    ),
+    "exact-below-float": (
+        lambda: longspan.YosoAttention(3, exact_below=2e3),
+        TypeError,
+        "exact_below must be an integer of at least 0, got 2000.0",
+    ),
+    "exact-below-boolean": (
+        lambda: longspan.MultiheadAttention(6, 3, exact_below=True),
+        TypeError,
+        "exact_below must be an integer of at least 0, got True",
     ),
 }
 

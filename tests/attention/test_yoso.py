@@ -9,7 +9,8 @@ from cases import qkv, relative_error
 import longspan
 from longspan.attention import base
 from longspan.attention.base import unit
-from longspan.attention.yoso import reference, tables
+from longspan.attention.module import EVAL_SEED
+from longspan.attention.yoso import api, reference, tables
 from longspan.attention.yoso.hashing import hash_codes, projections
 
 F64 = torch.float64
@@ -257,6 +258,72 @@ def test_seeds():
     assert not torch.equal(longspan.yoso(q, k, v), drawn)
     torch.manual_seed(7)
     assert torch.equal(longspan.yoso(q, k, v), drawn)
+
+
+SAMPLING = dict(num_hashes=4, hash_bits=3, gradient="true", normalize=False)
+EXPECTATION = dict(hash_bits=3, gradient="true", normalize=False)
+
+
+def with_gradients(attend, q, k, v, **options):
+    """Output, and the gradients of its sum of squares."""
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    y = attend(*leaves, **options)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), leaves)]
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+def test_modules_are_the_expectation_below_exact_below(training):
+    q, k, v = qkv(queries=20, keys=50)
+    key_mask = torch.arange(50).expand(2, -1) < 31  # 31 visible of 50: the padded length counts
+    module = longspan.YosoAttention(3, exact_below=51, seed=5, **SAMPLING).train(training)
+    state = torch.get_rng_state()
+    actual = with_gradients(module, q, k, v, key_mask=key_mask)
+    expected = with_gradients(longspan.yoso_expectation, q, k, v, key_mask=key_mask, **EXPECTATION)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("exact_below", [50, 0], ids=["at", "never"])
+def test_modules_sample_from_exact_below_on(exact_below):
+    q, k, v = qkv(queries=60, keys=50)
+    module = longspan.YosoAttention(3, exact_below=exact_below, **SAMPLING)
+    torch.manual_seed(7)
+    actual = [with_gradients(module, q, k, v) for _ in range(2)]
+    torch.manual_seed(7)
+    expected = [with_gradients(longspan.yoso, q, k, v, **SAMPLING) for _ in range(2)]
+    for pair in zip(actual, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(*pair, strict=True))
+    assert not torch.equal(actual[0][0], actual[1][0])
+    y = module.eval()(q, k, v)
+    assert torch.equal(y, longspan.yoso(q, k, v, seed=EVAL_SEED, **SAMPLING))
+
+
+@pytest.mark.parametrize("reasons", [[], ["no kernel"]], ids=["fused", "no-kernel"])
+def test_the_default_of_exact_below_asks_for_a_fused_expectation(monkeypatch, reasons):
+    q, k, v = qkv(batch=1, heads=1, queries=1, keys=2048)
+    module = longspan.YosoAttention(1, **SAMPLING).eval()
+    monkeypatch.setattr(api, "why_expectation_not_fused", lambda device: reasons)
+    monkeypatch.setattr(api, "yoso_expectation", lambda q, k, v, **options: options)
+    expectation = {"key_mask": None, **EXPECTATION}
+    assert isinstance(module(q, k, v), torch.Tensor)
+    short = module(q, k[:, :, 1:], v[:, :, 1:])
+    assert isinstance(short, torch.Tensor) if reasons else short == expectation
+
+
+def test_exact_below_is_an_option_of_modules_and_no_state():
+    plain = longspan.MultiheadAttention(24, 3, conv_kernel=3)
+    exact = longspan.MultiheadAttention(24, 3, conv_kernel=3, exact_below=100)
+    exact.load_state_dict(plain.state_dict())
+    assert "exact_below=100" in repr(exact)
+    x = torch.randn(50, 2, 24)
+    assert torch.equal(exact(x, x, x)[0], exact(x, x, x)[0])
+
+
+def test_impl_is_honoured_below_exact_below():
+    q, k, v = qkv()
+    module = longspan.YosoAttention(3, exact_below=100, impl="fused")
+    with pytest.raises(NotImplementedError, match="impl='fused' cannot run: yoso_expectation"):
+        module(q, k, v)
 
 
 def test_modules_draw_afresh_in_training_and_repeat_in_eval():

@@ -18,7 +18,7 @@ OPTIONS = {
     "window": {"window": 5},
     "strided": {"stride": 6},
     "reformer": {"bucket_size": 8},
-    "yoso": {"num_hashes": 8, "hash_bits": 4},
+    "yoso": {"num_hashes": 8, "hash_bits": 4, "exact_below": 0},
     "yoso_expectation": {"hash_bits": 4},
     "nystrom": {"num_landmarks": 6},
     "linformer": {"max_length": 64, "projected_length": 8},
@@ -246,7 +246,8 @@ def test_gradient_checkpointing_repeats_the_forward():
     ids, mask = zoo.batch()
     grads = []
     for checkpointing in (False, True):
-        model = longspan.convert(zoo.make("bert", hidden_dropout_prob=0.0), "yoso").train()
+        model = zoo.make("bert", hidden_dropout_prob=0.0).train()
+        longspan.convert(model, "yoso", **OPTIONS["yoso"])
         if checkpointing:
             model.gradient_checkpointing_enable()
         torch.manual_seed(5)

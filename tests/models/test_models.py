@@ -23,7 +23,7 @@ OPTIONS = {
     "window": {"window": 5},
     "strided": {"stride": 6},
     "reformer": {"bucket_size": 8},
-    "yoso": {"num_hashes": 8, "hash_bits": 4, "conv_kernel": 5},
+    "yoso": {"num_hashes": 8, "hash_bits": 4, "conv_kernel": 5, "exact_below": 0},
     "yoso_expectation": {"hash_bits": 4},
     "nystrom": {"num_landmarks": 6, "conv_kernel": 5},
     "linformer": {"projected_length": 8},

@@ -86,11 +86,17 @@ def seed(value: object) -> None:
         integer("seed", value, 0, 2**63 - 1)
 
 
-def options(function: Callable, given: Iterable[str], *, owner: str) -> None:
-    """Check that every given option is a keyword of `function`; the error names the nearest."""
+def options(
+    function: Callable, given: Iterable[str], *, owner: str, also: Iterable[str] = ()
+) -> None:
+    """Check that every given option is a keyword of `function`, or in `also`.
+
+    The error names the nearest.
+    """
     parameters = inspect.signature(function).parameters.values()
     known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "key_mask"]
     known += [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][3:]
+    known += also
     for name in given:
         if name not in known:
             listed = ", ".join(known)

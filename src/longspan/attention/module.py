@@ -1,5 +1,6 @@
 """Attention as a module: the options of a method, its learned parts, its state."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -26,7 +27,9 @@ class Attention(nn.Module):
     def __init__(self, num_heads: int, *, conv_kernel: int | None = None, **options: Any) -> None:
         super().__init__()
         checks.integer("num_heads", num_heads, 1)
-        checks.options(self.function, options, owner=type(self).__name__)
+        own = inspect.signature(type(self)).parameters.values()
+        also = [p.name for p in own if p.kind is p.KEYWORD_ONLY]
+        checks.options(self.function, options, owner=type(self).__name__, also=also)
         self.num_heads, self.options = num_heads, options
         self.conv: nn.Conv2d | None = None
         if conv_kernel is not None:

@@ -12,15 +12,27 @@ import torch
 from torch import Tensor
 
 import longspan
+from longspan.attention import checks
 from longspan.attention.methods import find
 
 MODES = ("forward", "forward+backward")
 PROJECTED_LENGTH = 256
+INPUTS = {
+    "spread": "queries and keys are Gaussian",
+    "clustered": "queries and keys are one of 32 Gaussian centres a head, and 0.35 of noise",
+    "one-key": "queries are Gaussian, all keys of a head are the same",
+    "one-vector": "all queries and keys of a head are the same",
+}
+CENTRES, NOISE = 32, 0.35
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed: method, shape (B, H, N, D), dtype, device and the method's own options."""
+    """What is timed: method, shape (B, H, N, D), dtype, device, the method's own options, inputs.
+
+    `inputs` is a key of INPUTS: how much queries and keys resemble each other, which decides how
+    full the buckets of a method that hashes them are.
+    """
 
     method: str
     length: int
@@ -30,20 +42,23 @@ class Case:
     dtype: str = "float32"
     device: str = "cpu"
     options: dict[str, Any] = field(default_factory=dict)
+    inputs: str = "spread"
 
     def build(self, mode: str, seed: int = 0) -> Callable[[], object]:
-        """A call without arguments that runs one pass on inputs drawn once from `seed`.
+        """A call without arguments that runs one pass on inputs drawn once from `seed`, on device.
 
         `mode` is "forward" (no graph is kept) or "forward+backward" (gradients of queries, keys,
         values and, for methods that have them, of learned projections). Cases of one shape that
-        are built in a row share their queries, keys and values.
+        are built in a row share their queries, keys and values. The gradient of the output is made
+        here, not in the call.
         """
+        checks.choice("inputs", self.inputs, INPUTS)
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
         training = mode == "forward+backward"
         place = (self.dtype, self.device, training, seed)
         shape = (self.batch, self.heads, self.length, self.head_dim)
-        q, k, v = _draw((3, *shape), *place)
+        q, k, v = _draw((3, *shape), *place, inputs=self.inputs)
         inputs = [q, k, v]
         options = dict(self.options)
         projections = _projections(self.method)
@@ -58,22 +73,45 @@ class Case:
             with torch.inference_mode():
                 return longspan.attention(q, k, v, method=self.method, **options)
 
+        if not training:
+            return forward
+        gradient = torch.ones_like(v)  # of the output, which has the shape of v here
+
         def forward_backward() -> object:
             output = longspan.attention(q, k, v, method=self.method, **options)
-            return torch.autograd.grad(output, inputs, torch.ones_like(output))
+            return torch.autograd.grad(output, inputs, gradient)
 
-        return forward_backward if training else forward
+        return forward_backward
 
 
 # At long lengths the inputs fill the memory, so methods share them; old ones are let go.
 @functools.lru_cache(maxsize=2)
 def _draw(
-    shape: tuple[int, ...], dtype: str, device: str, training: bool, seed: int, scale: float = 1.0
+    shape: tuple[int, ...],
+    dtype: str,
+    device: str,
+    training: bool,
+    seed: int,
+    scale: float = 1.0,
+    inputs: str = "spread",
 ) -> list[Tensor]:
-    """`shape[0]` standard normal tensors of shape `shape[1:]`, times `scale`."""
-    generator = torch.Generator().manual_seed(seed)
-    values = scale * torch.randn(shape, generator=generator)
-    return [x.requires_grad_(training) for x in values.to(device, getattr(torch, dtype)).unbind()]
+    """`shape[0]` tensors of shape `shape[1:]`: standard normal times `scale`, or as `inputs` says.
+
+    Drawn on the device: a GPU would wait seconds for the CPU's numbers.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    values = torch.randn(shape, generator=generator, device=device).mul_(scale)
+    if inputs == "clustered":
+        *batch, length, channels = shape[1:]
+        centres = torch.randn(*batch, CENTRES, channels, generator=generator, device=device)
+        for x in values[:2]:  # queries, keys
+            which = torch.randint(CENTRES, (*batch, length, 1), generator=generator, device=device)
+            x.mul_(NOISE).add_(centres.gather(-2, which.expand_as(x)))
+    elif inputs != "spread":
+        values[1] = values[1, ..., :1, :].clone()
+        if inputs == "one-vector":
+            values[0] = values[1]
+    return [x.requires_grad_(training) for x in values.to(getattr(torch, dtype)).unbind()]
 
 
 def _projections(method: str) -> list[str]:

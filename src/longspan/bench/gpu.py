@@ -1,16 +1,25 @@
 """Rows for an NVIDIA GPU: YOSO beside exact attention, time and peak memory over length.
 
-    python -m longspan.bench.gpu results/yoso-gpu.jsonl
+    python -m longspan.bench.gpu results/yoso-gpu.jsonl [--only TEXT] [--lengths N …] [--fresh]
+    python -m longspan.report.gpu results/yoso-gpu.jsonl
 
-Every length has the same work of 2^18 token-heads, at least eight heads.
+Every length has the same work of 2^18 token-heads, at least eight heads. All that is compared at
+one length, head dimension and mode is timed in turn, round after round. Rows already in the file
+are not measured again, so an interrupted run goes on where it stopped; the second command makes
+tables and a plot of the rows.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,40 +30,150 @@ from longspan.bench.cases import MODES, Case
 from longspan.bench.measure import measure, timing_row
 
 LENGTHS = tuple(512 << i for i in range(9))
+FEW = (4096, 16384, 65536)  # lengths of the settings beside the main one: 64 channels, 8 bits
+REFERENCE = (512, 2048, 8192)  # plain torch takes long
 TOKEN_HEADS = 1 << 18
-SECONDS = 0.4  # of repeats for one length and mode
-
+SECONDS = 1.0  # of rounds for one group
 
 Context = Callable[[], AbstractContextManager[Any]]
+Group = tuple[int, int, str]  # head dimension, length, mode
 
 
-def contenders(length: int) -> Iterator[tuple[str, Case, Context]]:
-    """What is timed at a length: exact attention by its two fused kernels, and YOSO."""
-    heads = max(8, TOKEN_HEADS // length)
-    shape: dict[str, Any] = dict(length=length, heads=heads, dtype="bfloat16", device="cuda")
-    yield (
-        "softmax cuDNN",
-        Case("softmax", **shape),
-        partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION),
+@dataclass(frozen=True)
+class Contender:
+    """One implementation with its options on one kind of inputs, and what it must run within."""
+
+    name: str
+    case: Case
+    context: Context = nullcontext
+
+    def key(self, mode: str) -> str:
+        """What tells its row from all others, and what `--only` looks into."""
+        case = self.case
+        return f"{self.name}, d={case.head_dim}, n={case.length}, {case.inputs}, {mode}"
+
+    def build(self, mode: str) -> Callable[[], object]:
+        """The call to time."""
+        call = self.case.build(mode)
+
+        def run() -> object:
+            with self.context():
+                return call()
+
+        return run
+
+
+def groups() -> list[Group]:
+    """Every length with 64 channels, a few with 128; what is in one group is interleaved."""
+    sizes = [(64, length) for length in LENGTHS] + [(128, length) for length in FEW]
+    return [(head_dim, length, mode) for head_dim, length in sizes for mode in MODES]
+
+
+def contenders(head_dim: int, length: int, mode: str) -> Iterator[Contender]:
+    """What is timed in a group: exact attention by its two fused kernels, and YOSO's settings."""
+    shape: dict[str, Any] = dict(length=length, head_dim=head_dim, dtype="bfloat16", device="cuda")
+    shape["heads"] = max(8, TOKEN_HEADS // length)
+    kernels = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+    for name, backend in kernels.items():
+        case = Case("softmax", **shape)
+        yield Contender(f"softmax {name}", case, partial(sdpa_kernel, backend))
+
+    def yoso(
+        num_hashes: int,
+        hash_bits: int = 8,
+        inputs: str = "spread",
+        impl: str = "fused",
+        **more: int,
+    ) -> Contender:
+        options: dict[str, Any] = dict(num_hashes=num_hashes, hash_bits=hash_bits, **more)
+        name = " ".join([f"yoso {impl}", *(f"{k}={v}" for k, v in options.items())])
+        return Contender(
+            name, Case("yoso", options={**options, "impl": impl}, inputs=inputs, **shape)
+        )
+
+    yield yoso(16)
+    yield yoso(32)
+    if head_dim == 64 and length in REFERENCE:
+        yield yoso(32, impl="reference")
+    if length in FEW:
+        yield yoso(16, length.bit_length() - 1)
+        yield yoso(32, length.bit_length() - 1)
+        if head_dim == 64 and mode == "forward+backward":
+            yield yoso(32, backward_hashes=8)
+        yield yoso(16, inputs="clustered")
+        yield yoso(32, inputs="clustered")
+        if head_dim == 64:
+            yield yoso(32, inputs="one-key")
+            yield yoso(32, inputs="one-vector")
+
+
+def run(
+    path: str | os.PathLike[str],
+    *,
+    only: str = "",
+    lengths: Sequence[int] = LENGTHS,
+    fresh: bool = False,
+) -> None:
+    """Measure what `path` does not hold yet, or with `fresh` all, and append it there.
+
+    `only` keeps what has this text in its key. Exact attention runs with every group, for a ratio
+    is of one run.
+    """
+    gpu = records.environment()["gpu"]
+    known = records.read(path) if Path(path).exists() and not fresh else []
+    done = {row.get("key") for row in known if row["environment"]["gpu"] == gpu}
+    todo: dict[Group, set[str]] = {}
+    for group in groups():
+        keys = {contender.key(group[2]) for contender in contenders(*group)}
+        missing = {key for key in keys - done if only.lower() in key.lower()}
+        if missing and group[1] in lengths:
+            todo[group] = missing
+    print(f"{sum(map(len, todo.values()))} rows to measure in {len(todo)} groups")
+    print(
+        "ms per 2^18 token-heads; × faster than the faster exact kernel; peak memory above inputs"
     )
-    yield (
-        "softmax flash",
-        Case("softmax", **shape),
-        partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION),
-    )
-    for num_hashes in (16, 32):
-        options = {"num_hashes": num_hashes, "hash_bits": 8, "impl": "fused"}
-        yield f"yoso-{num_hashes} fused", Case("yoso", options=options, **shape), nullcontext
+    print("and outputs in units of v", flush=True)
+    begin, spent = time.perf_counter(), 0.0
+    total = sum(map(_cost, todo))
+    for number, (group, missing) in enumerate(todo.items(), start=1):
+        gone = time.perf_counter() - begin
+        left = gone * (total / spent - 1) if spent else total
+        head_dim, length, mode = group
+        print(f"\n[{number}/{len(todo)}] {mode}, n = {length:,}, d = {head_dim}", end="")
+        print(f"   ({gone:.0f} s gone, about {left:.0f} s left)", flush=True)
+        for row in measured(contenders(*group), mode, missing):
+            print(_line(records.append(path, row)), flush=True)
+        spent += _cost(group)
 
 
-def within(context: Context, call: Callable[[], object]) -> Callable[[], object]:
-    """The call inside a context."""
-
-    def run() -> object:
-        with context():
-            return call()
-
-    return run
+def measured(found: Iterable[Contender], mode: str, wanted: set[str]) -> Iterator[dict[str, Any]]:
+    """The rows of those whose keys are wanted, timed in turn with exact attention."""
+    chosen = {c.name + c.case.inputs: c for c in found if _exact(c) or c.key(mode) in wanted}
+    calls = {name: contender.build(mode) for name, contender in chosen.items()}
+    # The reference would leave no time for more than a few rounds of the others.
+    slow = {name: calls.pop(name) for name in list(calls) if "reference" in name}
+    for call in calls.values():
+        call()  # compiles
+    peaks = {name: peak_bytes(call) for name, call in (calls | slow).items()}
+    device = next(iter(chosen.values())).case.device
+    timings = measure(calls, budget=SECONDS, device=device)
+    timings |= measure(slow, budget=0, warmup=0, min_repeats=2, device=device)
+    exact = min(timings[name].seconds for name, contender in chosen.items() if _exact(contender))
+    for name, contender in chosen.items():
+        if contender.key(mode) not in wanted:
+            continue
+        case = contender.case
+        tokens = case.batch * case.heads * case.length
+        v_bytes = tokens * case.head_dim * getattr(torch, case.dtype).itemsize
+        yield timing_row(case, mode, timings[name]) | {
+            "suite": "yoso-gpu",
+            "name": contender.name,
+            "key": contender.key(mode),
+            "exact_seconds": exact,
+            "peak_bytes": peaks[name],
+            "outputs_bytes": v_bytes * (1 if mode == "forward" else 4),  # y; dq, dk, dv
+            "v_bytes": v_bytes,
+        }
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
@@ -67,28 +186,38 @@ def peak_bytes(call: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def main(path: str) -> None:
-    """Measure, append rows to `path`, and print milliseconds per 2^18 token-heads."""
-    for mode in MODES:
-        print(f"\n{mode}: ms per 2^18 token-heads, and the ratio to the faster exact kernel")
-        for length in LENGTHS:
-            found = list(contenders(length))
-            calls = {name: within(context, case.build(mode)) for name, case, context in found}
-            timings = measure(calls, budget=SECONDS, warmup=3, device="cuda")
-            share = TOKEN_HEADS / (found[0][1].heads * length)
-            exact = min(t.seconds for name, t in timings.items() if name.startswith("softmax"))
-            cells = []
-            for name, case, _ in found:
-                timing = timings[name]
-                row = timing_row(case, mode, timing)
-                row |= {"name": name, "peak_bytes": peak_bytes(calls[name]), "suite": "yoso-gpu"}
-                records.append(path, row)
-                ratio = exact / timing.seconds
-                cells.append(f"{name} {1000 * share * timing.seconds:7.3f} ({ratio:5.2f}×)")
-            print(f"{length:7,}  " + "   ".join(cells), flush=True)
+def _exact(contender: Contender) -> bool:
+    return contender.case.method == "softmax"
+
+
+def _cost(group: Group) -> float:
+    """Rough seconds of a group on an H200: its rounds, and six calls of both exact kernels."""
+    head_dim, length, mode = group
+    tokens = max(8 * length, TOKEN_HEADS)
+    passes = 1 if mode == "forward" else 4.5
+    return SECONDS + 12 * passes * 4 * tokens * length * head_dim / 4e14
+
+
+def _line(row: dict[str, Any]) -> str:
+    share = TOKEN_HEADS / (row["batch"] * row["heads"] * row["length"])
+    milliseconds = f"{1000 * share * row['seconds']:9.3f}"
+    ratio = f"{row['exact_seconds'] / row['seconds']:7.2f}×"
+    memory = f"{(row['peak_bytes'] - row['outputs_bytes']) / row['v_bytes']:7.2f} v"
+    return f"{milliseconds} {ratio} {memory}   {row['name']}, {row['inputs']}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="longspan.bench.gpu", description=__doc__.split("\n")[0])
+    parser.add_argument("path", nargs="?", default="results/yoso-gpu.jsonl", help="of the rows")
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows with this in their key")
+    parser.add_argument("--lengths", nargs="+", type=int, choices=LENGTHS, default=LENGTHS)
+    parser.add_argument("--fresh", action="store_true", help="measure again what is in the file")
+    given = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        sys.exit("bench.gpu needs an NVIDIA GPU, and torch sees none")
+    run(given.path, only=given.only, lengths=given.lengths, fresh=given.fresh)
 
 
 if __name__ == "__main__":
-    if not torch.cuda.is_available():
-        sys.exit("bench.gpu needs an NVIDIA GPU, and torch sees none")
-    main(sys.argv[1] if len(sys.argv) > 1 else "results/yoso-gpu.jsonl")
+    main()

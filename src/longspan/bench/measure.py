@@ -12,7 +12,9 @@ import torch
 
 from longspan.bench.cases import Case
 
-CALLS_IN_A_ROW = 8  # of one GPU sample
+# Of one GPU sample: eight calls in a row, fewer where they would take longer than this.
+CALLS_IN_A_ROW = 8
+SAMPLE_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -45,20 +47,21 @@ def measure(
 ) -> dict[str, Timing]:
     """Time each of `calls` in turn, round after round, until `budget` seconds are spent.
 
-    At least `min_repeats` rounds follow `warmup` untimed ones, even where they take longer than
-    the budget. `on_round` sees the timings so far after every round.
+    At least `min_repeats` rounds follow `warmup` rounds that do not count, even where they take
+    longer than the budget. `on_round` sees the timings so far after every round.
     """
     end = time.perf_counter() + budget
+    in_a_row = dict.fromkeys(calls, 1)
     for _ in range(warmup):
-        for call in calls.values():
-            call()
+        for name, call in calls.items():
+            in_a_row[name] = _in_a_row(_seconds(call, device), device)
     samples: dict[str, list[float]] = {name: [] for name in calls}
     timings: dict[str, Timing] = {}
     for repeat in range(max_repeats):
         if repeat >= min_repeats and time.perf_counter() > end:
             break
         for name, call in calls.items():
-            samples[name].append(_seconds(call, device))
+            samples[name].append(_seconds(call, device, in_a_row[name]))
         timings = {name: Timing.of(taken) for name, taken in samples.items()}
         if on_round is not None:
             on_round(timings)
@@ -70,18 +73,26 @@ def timing_row(case: Case, mode: str, timing: Timing) -> dict[str, Any]:
     return {"kind": "timing", "mode": mode, **asdict(case), **asdict(timing)}
 
 
-def _seconds(call: Callable[[], object], device: str) -> float:
+def _in_a_row(seconds: float, device: str) -> int:
+    """How many calls of so many seconds make one sample."""
+    if torch.device(device).type != "cuda":
+        return 1
+    return max(1, min(CALLS_IN_A_ROW, int(SAMPLE_SECONDS / seconds)))
+
+
+def _seconds(call: Callable[[], object], device: str, in_a_row: int = 1) -> float:
     if torch.device(device).type != "cuda":
         start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
+        for _ in range(in_a_row):
+            call()
+        return (time.perf_counter() - start) / in_a_row
     # A call returns before its kernels have run: events on the GPU's own clock see them. Several
     # calls in a row, as in training, keep the wait for the first launch out of the figure.
     with torch.cuda.device(device):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        for _ in range(CALLS_IN_A_ROW):
+        for _ in range(in_a_row):
             call()
         end.record()
         end.synchronize()
-    return begin.elapsed_time(end) / 1000 / CALLS_IN_A_ROW
+    return begin.elapsed_time(end) / 1000 / in_a_row

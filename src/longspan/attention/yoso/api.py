@@ -1,5 +1,7 @@
 """The public functions of YOSO: check, choose, call."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,8 @@ from longspan.attention.yoso import kernels, reference
 HASHINGS = ("gaussian", "hadamard")
 GRADIENTS = ("surrogate", "true")
 MAX_HASH_BITS = 16
+EXACT_BELOW = 2048  # keys under which a fused `yoso_expectation` is faster than sampling
+EXACT_OPTIONS = ("hash_bits", "gradient", "normalize", "impl")
 
 
 def why_not_fused(device: torch.device) -> list[str]:
@@ -35,6 +39,7 @@ def yoso(
     hash_bits: int = 8,
     hashing: str = "gaussian",
     gradient: str = "surrogate",
+    backward_hashes: int | None = None,
     normalize: bool = True,
     seed: Seed | None = None,
     impl: str = "auto",
@@ -54,8 +59,12 @@ def yoso(
         hashing: "gaussian" hyperplanes, or "hadamard": rows of random Hadamard products, each bit
             of a code from a different product.
         gradient: of the collision probability p^τ with respect to the cosine: "surrogate" is the
-            paper's lower bound (τ/2) p^τ, "true" the derivative, both on the sampled pairs. The
-            reference of "true" looks at every pair: time N², memory N.
+            paper's lower bound (τ/2) p^τ, "true" the derivative, both on the sampled pairs. Its
+            reference looks at every pair: time N², memory N. Its fused kernel draws 16 tokens of a
+            fuller bucket, afresh for each token that meets it: linear, and right on average.
+        backward_hashes: how many of the hashes dq and dk are sampled with; None for all. Fewer are
+            faster, and for a given gradient of the output still right on average: hashes are
+            independent, so that the first ones are as random a choice as any. dv takes all.
         normalize: scale each output row to length one.
         seed: of the projections, drawn per head and shared over the batch; the same seed gives the
             same hashes everywhere. None draws one from torch's default generator.
@@ -67,11 +76,15 @@ def yoso(
     _check(q, k, v, key_mask, hash_bits, gradient)
     checks.integer("num_hashes", num_hashes, 1)
     checks.choice("hashing", hashing, HASHINGS)
+    if backward_hashes is None:
+        backward_hashes = num_hashes
+    checks.integer("backward_hashes", backward_hashes, 1, num_hashes)
     checks.seed(seed)
-    reasons = why_not_fused(q.device) + kernels.why_not_these(q, v, gradient)
+    reasons = why_not_fused(q.device) + kernels.why_not_these(q, v)
     run = dispatch.select(impl, reference=reference.yoso, fused=kernels.yoso, reasons=reasons)
     seed = draw_seed(q.device) if seed is None else seed
-    return run(q, k, v, key_mask, num_hashes, hash_bits, hashing, gradient, normalize, seed)
+    sampling = num_hashes, hash_bits, hashing, gradient, backward_hashes
+    return run(q, k, v, key_mask, *sampling, normalize, seed)
 
 
 @own_precision
@@ -119,9 +132,48 @@ def _check(
 
 
 class YosoAttention(SeededAttention):
-    """`yoso` as a module: fresh hashes in training, fixed ones in eval."""
+    """`yoso` as a module: fresh hashes in training, fixed ones in eval, none for short inputs.
+
+    Args:
+        num_heads: heads H of the tensors to come.
+        exact_below: tokens. Fewer keys than this, padding included, are not sampled: the module is
+            then `yoso_expectation` with the same `hash_bits`, `gradient`, `normalize` and `impl`,
+            in training and in eval, and draws no seed. 0 always samples. None takes the measured
+            crossover: 2,048 where `yoso_expectation` has a fused kernel, below which it is faster
+            than sampling and free of its noise, and 0 elsewhere.
+        conv_kernel: as in every module, see `Attention`.
+        options: of `yoso`, which itself samples at every length.
+    """
 
     function = staticmethod(yoso)
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        exact_below: int | None = None,
+        conv_kernel: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(num_heads, conv_kernel=conv_kernel, **options)
+        if exact_below is not None:
+            checks.integer("exact_below", exact_below, 0)
+        self.exact_below = exact_below
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        """The sample, or under `exact_below` keys what it estimates."""
+        exact_below = self.exact_below
+        if exact_below is None:
+            exact_below = 0 if why_expectation_not_fused(q.device) else EXACT_BELOW
+        if k.shape[2] >= exact_below:
+            return super().attend(q, k, v, key_mask)
+        options = {name: self.options[name] for name in EXACT_OPTIONS if name in self.options}
+        return yoso_expectation(q, k, v, key_mask=key_mask, **options)
+
+    def extra_repr(self) -> str:
+        """Show heads and options in the printed module."""
+        shown = super().extra_repr()
+        return shown if self.exact_below is None else f"{shown}, exact_below={self.exact_below}"
 
 
 class YosoExpectationAttention(Attention):

@@ -8,11 +8,18 @@ from torch import Tensor
 
 @triton.jit
 def _hash_codes(
-    x, planes, by_token, by_hash, tokens, heads, hashes, stride_b, stride_h, stride_n,
+    x, planes, by_token, by_hash, x_step, token_step, hash_step,
+    tokens, heads, hashes, stride_b, stride_h, stride_n,
     D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
     X_PIECES: tl.constexpr, PLANE_PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Codes of ROWS tokens of a head: the signs of their projections, BITS (8 or 16) a hash."""
+    """Codes of ROWS tokens of a head: the signs of their projections, BITS (8 or 16) a hash.
+
+    The third index of the grid takes a tensor after another, so many numbers further on.
+    """
+    x += tl.program_id(2).to(tl.int64) * x_step
+    by_token += tl.program_id(2).to(tl.int64) * token_step
+    by_hash += tl.program_id(2).to(tl.int64) * hash_step
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     bh = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, DP)
@@ -49,33 +56,55 @@ def _hash_codes(
         tl.store(by_hash + hash_at, code, mask=there)
 
 
-def hash_codes(x: Tensor, planes: Tensor, hash_bits: int) -> tuple[Tensor, Tensor]:
-    """Codes of x (B, H, N, D), token by token (B, H, N, m) and hash by hash (B, H, m, N).
+def hash_codes(
+    q: Tensor, k: Tensor, planes: Tensor, hash_bits: int
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Codes of q and of k (B, H, N, D), each by token (B, H, N, m) and by hash (B, H, m, N).
 
-    planes (H, pieces, m, 8 or 16, DP), their pieces adding up to the projections. x is split into
-    as many pieces of their dtype, bfloat16 or float32, as hold its digits.
+    planes (H, pieces, m, 8 or 16, DP), their pieces adding up to the projections. Rows are split
+    into as many pieces of their dtype, bfloat16 or float32, as hold their digits.
     """
-    batch, heads, tokens, channels = x.shape
     _, pieces, hashes, bits, padded = planes.shape
-    dtype = torch.uint8 if hash_bits <= 8 else torch.uint16
-    by_token = torch.empty(batch, heads, tokens, hashes, dtype=dtype, device=x.device)
-    by_hash = torch.empty(batch, heads, hashes, tokens, dtype=dtype, device=x.device)
-    x_pieces = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[x.dtype]
+    code = torch.uint8 if hash_bits <= 8 else torch.uint16
+    x_pieces = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[q.dtype]
     x_pieces = x_pieces if planes.dtype == torch.bfloat16 else 1
-    _hash_codes[(triton.cdiv(tokens, 128), batch * heads)](
-        x, planes, by_token, by_hash, tokens, heads, hashes, *x.stride()[:3],
-        D=channels, DP=padded, BITS=bits, STEP=64 // bits, ROWS=128,
-        X_PIECES=x_pieces, PLANE_PIECES=pieces, num_warps=4,
-    )  # fmt: skip
-    return by_token, by_hash
+    found = []
+    for x in (q, k):
+        batch, heads, tokens, channels = x.shape
+        by_token = torch.empty(batch, heads, tokens, hashes, dtype=code, device=x.device)
+        found.append((by_token, torch.empty_like(by_token).view(batch, heads, hashes, tokens)))
+    # Tensors of one shape go in one launch, which costs as much as the work at short lengths.
+    both = q.shape == k.shape and q.stride() == k.stride()
+    steps = [_step(a, b) for a, b in zip((q, *found[0]), (k, *found[1]), strict=True)]
+    for x, codes in zip((q, k), found, strict=True):
+        batch, heads, tokens, channels = x.shape
+        _hash_codes[(triton.cdiv(tokens, 128), batch * heads, 2 if both else 1)](
+            x, planes, *codes, *steps, tokens, heads, hashes, *x.stride()[:3],
+            D=channels, DP=padded, BITS=bits, STEP=64 // bits, ROWS=128,
+            X_PIECES=x_pieces, PLANE_PIECES=pieces, num_warps=4,
+        )  # fmt: skip
+        if both:
+            break
+    return found[0], found[1]
+
+
+def _step(a: Tensor, b: Tensor) -> int:
+    """How many numbers b lies behind a."""
+    return (b.data_ptr() - a.data_ptr()) // a.element_size()
 
 
 @triton.jit
-def _inverse_norms(
-    x, mask, inverse, rows, tokens, heads,
+def _inverse(norm):
+    """1/norm; zero for zero."""
+    return tl.where(norm > 0, 1 / tl.where(norm > 0, norm, 1.0), 0.0)
+
+
+@triton.jit
+def _norms(
+    x, mask, out, rows, tokens, heads,
     MASKED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """1/norm of rows; zero for zero rows, and for masked ones whatever they hold."""
+    """Norms of rows; zero for masked ones whatever they hold."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, DP)
     there = row < rows
@@ -85,20 +114,18 @@ def _inverse_norms(
         ok = ok & (tl.load(mask + token, mask=there, other=0) != 0)
     at = row[:, None] * D + d[None, :]
     value = tl.load(x + at, mask=ok[:, None] & (d[None, :] < D), other=0).to(tl.float32)
-    square = tl.sum(value * value, axis=1)
-    factor = tl.where(square > 0, tl.rsqrt(tl.where(square > 0, square, 1.0)), 0.0)
-    tl.store(inverse + row, factor, mask=there)
+    tl.store(out + row, tl.sqrt(tl.sum(value * value, axis=1)), mask=there)
 
 
-def inverse_norms(x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-    """1/norm (B, H, N) of the rows of x (B, H, N, D), zero where there is none."""
+def norms(x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    """Norms (B, H, N) of the rows of x (B, H, N, D), zero where masked."""
     batch, heads, tokens, channels = x.shape
-    inverse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=x.device)
-    _inverse_norms[(triton.cdiv(inverse.numel(), 16),)](
-        x, x if key_mask is None else key_mask, inverse, inverse.numel(), tokens, heads,
+    out = torch.empty(batch, heads, tokens, dtype=torch.float32, device=x.device)
+    _norms[(triton.cdiv(out.numel(), 16),)](
+        x, x if key_mask is None else key_mask, out, out.numel(), tokens, heads,
         MASKED=key_mask is not None, D=channels, DP=triton.next_power_of_2(channels), ROWS=16,
     )  # fmt: skip
-    return inverse
+    return out
 
 
 @triton.jit
@@ -156,7 +183,7 @@ def _zero(out, at, n, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _pairs(
-    q, k, v, g, q_inverse, k_inverse, dq, dk, q_at, k_at, nq, nk,
+    q, k, v, g, q_norms, k_norms, dq, dk, q_at, k_at, nq, nk,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """A bucket of up to T queries and T keys: S = g vᵀ, dq = S k̂, dk = Sᵀ q̂."""
@@ -166,8 +193,8 @@ def _pairs(
     j = tl.load(k_at + t, mask=k_there, other=0)
     grad, value = _rows(g, i, q_there, e, E), _rows(v, j, k_there, e, E)
     query, key = _rows(q, i, q_there, d, D), _rows(k, j, k_there, d, D)
-    q_scale = tl.load(q_inverse + i, mask=q_there, other=0)
-    k_scale = tl.load(k_inverse + j, mask=k_there, other=0)
+    q_scale = _inverse(tl.load(q_norms + i, mask=q_there, other=0))
+    k_scale = _inverse(tl.load(k_norms + j, mask=k_there, other=0))
     s = tl.dot(grad, tl.trans(value), input_precision="ieee")
     # The norms go into S, which is rounded anyway: q and k stay as they were given.
     to_q = tl.dot((s * k_scale[None, :]).to(key.dtype), key, input_precision="ieee")
@@ -178,7 +205,7 @@ def _pairs(
 
 @triton.jit
 def _table(
-    a, b, c, a_inverse, out, a_at, na, c_at, nc,
+    a, b, c, a_norms, out, a_at, na, c_at, nc,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """out_i = (Σ_j â_j b_jᵀ) c_i, rows j of one list and i of another, EB columns at a time.
@@ -193,7 +220,7 @@ def _table(
             there = start + t < na
             j = tl.load(a_at + start + t, mask=there, other=0)
             row = _rows(a, j, there, d, D)
-            unit = row * tl.load(a_inverse + j, mask=there, other=0)[:, None]
+            unit = row * _inverse(tl.load(a_norms + j, mask=there, other=0))[:, None]
             other = _rows(b, j, there, e, E)
             table = tl.dot(tl.trans(unit.to(row.dtype)), other, table, input_precision="ieee")
         small = tl.trans(table).to(a.dtype.element_ty)
@@ -209,15 +236,15 @@ def _table(
 
 @triton.jit
 def _outer_sums(
-    q, k, v, g, q_inverse, k_inverse, dq, dk, q_list, k_list, q_first, k_first,
-    head0, queries, keys, hashes, buckets,
+    q, k, v, g, q_norms, k_norms, dq, dk, q_list, k_list, q_first, k_first,
+    head0, queries, keys, hashes, used, buckets,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, EB: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
     """One bucket of one hash, both gradients: each of its rows is written, once."""
     c, group = tl.program_id(0) % buckets, (tl.program_id(0) // buckets).to(tl.int64)
-    bh = head0 + group // hashes
-    at = head0 * hashes + group
+    bh = head0 + group // used
+    at = bh * hashes + group % used
     q_first += at * (buckets + 1) + c
     k_first += at * (buckets + 1) + c
     q0, k0 = tl.load(q_first), tl.load(k_first)
@@ -234,37 +261,37 @@ def _outer_sums(
         k += bh * keys * D
         v += bh * keys * E
         g += bh * queries * E
-        q_inverse += bh * queries
-        k_inverse += bh * keys
+        q_norms += bh * queries
+        k_norms += bh * keys
         if (nq <= 16) & (nk <= 16):
-            _pairs(q, k, v, g, q_inverse, k_inverse, dq, dk, q_at, k_at, nq, nk,
+            _pairs(q, k, v, g, q_norms, k_norms, dq, dk, q_at, k_at, nq, nk,
                    D, DP, E, EP, 16)  # fmt: skip
         elif (nq <= T) & (nk <= T):
-            _pairs(q, k, v, g, q_inverse, k_inverse, dq, dk, q_at, k_at, nq, nk,
+            _pairs(q, k, v, g, q_norms, k_norms, dq, dk, q_at, k_at, nq, nk,
                    D, DP, E, EP, T)  # fmt: skip
         else:
-            _table(k, v, g, k_inverse, dq, k_at, nk, q_at, nq, D, DP, E, EB, T)
-            _table(q, g, v, q_inverse, dk, q_at, nq, k_at, nk, D, DP, E, EB, T)
+            _table(k, v, g, k_norms, dq, k_at, nk, q_at, nq, D, DP, E, EB, T)
+            _table(q, g, v, q_norms, dk, q_at, nq, k_at, nk, D, DP, E, EB, T)
 
 
 @triton.jit
 def _sum_hashes(
-    parts, x, inverse, out, scale, row0, rows, tokens, hashes,
+    parts, x, norm, out, scale, row0, rows, tokens, hashes,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Add up what each hash gave a row, and take it through the norm of the row."""
     local = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row, d = row0 + local, tl.arange(0, DP)
-    factor = tl.load(inverse + row, mask=local < rows, other=0)
-    there = (factor != 0)[:, None] & (d[None, :] < D)  # masked rows were never written
+    inverse = _inverse(tl.load(norm + row, mask=local < rows, other=0))
+    there = (inverse != 0)[:, None] & (d[None, :] < D)  # masked rows were never written
     at = parts + (local // tokens * hashes * tokens + local % tokens)[:, None] * D + d[None, :]
     total = tl.zeros((ROWS, DP), tl.float32)
     for _ in range(hashes):
         total += tl.load(at, mask=there, other=0).to(tl.float32)
         at += tokens * D
     u = tl.load(x + row[:, None] * D + d[None, :], mask=there, other=0).to(tl.float32)
-    u = u * factor[:, None]
-    result = (total - tl.sum(total * u, axis=1)[:, None] * u) * (factor * scale)[:, None]
+    u = u * inverse[:, None]
+    result = (total - tl.sum(total * u, axis=1)[:, None] * u) * (inverse * scale)[:, None]
     ok = (local < rows)[:, None] & (d[None, :] < D)
     tl.store(out + row[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=ok)
 
@@ -274,42 +301,43 @@ def outer_sums(
     k: Tensor,
     v: Tensor,
     g: Tensor,
-    q_inverse: Tensor,
-    k_inverse: Tensor,
-    q_lists: tuple[Tensor, Tensor],
-    k_lists: tuple[Tensor, Tensor],
+    key_mask: Tensor | None,
+    q_lists: tuple[Tensor, ...],
+    k_lists: tuple[Tensor, ...],
     scale: float,
+    used: int,
     part_bytes: int,
 ) -> tuple[Tensor, Tensor]:
     """dQ_i = scale Σ_h Σ_j [same bucket] (g_i·v_j) k̂_j through the norm of q_i, and dK likewise.
 
-    Rows (B, H, N, D) in one dtype, 1/norms (B, H, N), lists as `kernels.bucket_lists` makes them.
-    Each hash writes its part of every row, and the parts are added up: no atomics, the same order
-    on every run. Heads take turns so that parts stay within `part_bytes`.
+    Rows (B, H, N, D) in one dtype, `verbs.Lists`, of which the first `used` hashes count. Each hash
+    writes its part of every row, and the parts are added up: no atomics, the same order on every
+    run. Heads take turns so that parts stay within `part_bytes`.
     """
     batch, heads, queries, channels = q.shape
     keys, width = v.shape[2:]
-    (q_list, q_first), (k_list, k_first) = q_lists, k_lists
+    (q_list, q_first, *_), (k_list, k_first, *_) = q_lists, k_lists
     hashes, buckets = q_first.shape[2], q_first.shape[3] - 1
+    q_norms, k_norms = norms(q), norms(k, key_mask)
     padded = [max(16, triton.next_power_of_2(n)) for n in (channels, width)]
     wide = max(padded) > 128  # shorter tiles, which fit
-    size = hashes * (queries + keys) * channels * q.element_size()
+    size = used * (queries + keys) * channels * q.element_size()
     step = min(batch * heads, max(1, part_bytes // size))
-    parts = [q.new_empty(step, hashes, n, channels) for n in (queries, keys)]
+    parts = [q.new_empty(step, used, n, channels) for n in (queries, keys)]
     grads = torch.empty_like(q), torch.empty_like(k)
     for head in range(0, batch * heads, step):
         now = min(step, batch * heads - head)
-        _outer_sums[(now * hashes * buckets,)](
-            q, k, v, g, q_inverse, k_inverse, *parts, q_list, k_list, q_first, k_first,
-            head, queries, keys, hashes, buckets,
+        _outer_sums[(now * used * buckets,)](
+            q, k, v, g, q_norms, k_norms, *parts, q_list, k_list, q_first, k_first,
+            head, queries, keys, hashes, used, buckets,
             D=channels, DP=padded[0], E=width, EP=padded[1],
             EB=min(padded[1], 16 if wide else 64), T=16 if wide else 32,
             num_warps=1 if max(padded) <= 64 else 4, num_stages=1,
         )  # fmt: skip
-        sides = zip(parts, (q, k), (q_inverse, k_inverse), grads, (queries, keys), strict=True)
-        for part, x, inverse, grad, tokens in sides:
+        sides = zip(parts, (q, k), (q_norms, k_norms), grads, (queries, keys), strict=True)
+        for part, x, norm, grad, tokens in sides:
             _sum_hashes[(triton.cdiv(now * tokens, 16),)](
-                part, x, inverse, grad, scale, head * tokens, now * tokens, tokens, hashes,
+                part, x, norm, grad, scale, head * tokens, now * tokens, tokens, used,
                 D=channels, DP=padded[0], ROWS=16, num_warps=4,
             )  # fmt: skip
     return grads

@@ -1,0 +1,304 @@
+// Codes and what follows from them alone: compiled by NVRTC for
+//
+//   BITS   bits of a code, 1 to 16; codes are uint8 up to 8 bits, uint16 above
+
+#include "buckets.cuh"
+#include "common.cuh"
+
+constexpr int DIGIT = 256, PASSES = BITS > 8 ? 2 : 1;  // radix sort of codes by bytes
+constexpr int THREADS = 512, WARPS = THREADS / 32;
+
+// How many tokens of this warp had the digit before this lane's. One step for all lanes: with PASSES
+// of two the order of equal digits must be that of the lanes; else any order that is always the same
+// will do, and the hardware's order of additions to one warp's own counters is.
+__device__ inline uint32_t take_rank(uint16_t* count, uint32_t digit) {
+  if constexpr (PASSES == 1) {
+    if (digit >= DIGIT) return 0;
+    const uint32_t shift = digit % 2 * 16;  // half a word, which never overflows
+    return atomicAdd((uint32_t*)count + digit / 2, 1u << shift) >> shift & 0xffff;
+  } else {
+    const uint32_t same = __match_any_sync(~0u, digit);
+    const uint32_t before = __popc(same & ((1u << threadIdx.x % 32) - 1));
+    const uint32_t base = digit < DIGIT ? (uint32_t)count[digit] : 0;
+    __syncwarp();
+    if (digit < DIGIT && before == 0) count[digit] = base + __popc(same);
+    __syncwarp();
+    return base + before;
+  }
+}
+
+// Tokens of one (head, hash) in the order of their codes; the first of every bucket in `first`.
+// Order within a bucket depends on nothing but the codes: every run adds in the same order.
+template <int PER>
+__device__ void sort(const Code* codes, const bool* mask, int n, uint16_t* to,
+                     uint16_t* between, uint32_t* first, uint16_t (*count)[DIGIT]) {
+  __shared__ uint32_t start[DIGIT];
+  __shared__ uint32_t warp_total[WARPS];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int tokens = n;
+  for (int pass = 0; pass < PASSES; pass++) {
+    uint16_t* out = pass == PASSES - 1 ? to : between;
+    // A warp takes neighbouring tokens, `rounds` of a lane: their digits and ranks stay here.
+    const int rounds = (tokens + THREADS - 1) / THREADS, begin = warp * 32 * rounds + lane;
+    uint32_t held[PER];
+#pragma unroll
+    for (int u = 0; u < PER; u++) {
+      if (u >= rounds) break;
+      const int i = begin + u * 32;
+      const bool there = i < tokens && !(pass == 0 && mask && !mask[i]);
+      const int token = there && pass > 0 ? between[i] : i;
+      held[u] = there ? (uint32_t)codes[token] >> 8 * pass & (DIGIT - 1) : DIGIT;
+    }
+    for (int i = threadIdx.x; i < WARPS * DIGIT / 2; i += THREADS) ((uint32_t*)count)[i] = 0;
+    __syncthreads();
+#pragma unroll
+    for (int u = 0; u < PER; u++) {
+      if (u >= rounds) break;
+      held[u] |= take_rank(count[warp], held[u]) << 16;
+    }
+    __syncthreads();
+    // Where each warp's tokens of each digit begin: scan over digits, then over warps.
+    uint32_t total = 0;
+    if (threadIdx.x < DIGIT) {
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) {
+        const uint32_t c = count[w][threadIdx.x];
+        count[w][threadIdx.x] = total;
+        total += c;
+      }
+    }
+    uint32_t sum = total;
+    for (int o = 1; o < 32; o *= 2) {
+      const uint32_t other = __shfl_up_sync(~0u, sum, o);
+      if (lane >= o) sum += other;
+    }
+    if (lane == 31) warp_total[warp] = sum;
+    __syncthreads();
+    uint32_t before = 0;
+    for (int w = 0; w < warp; w++) before += warp_total[w];
+    if (threadIdx.x < DIGIT) start[threadIdx.x] = before + sum - total;
+    __syncthreads();
+#pragma unroll
+    for (int u = 0; u < PER; u++) {
+      if (u >= rounds) break;
+      const uint32_t digit = held[u] & 0xffff;
+      const int i = begin + u * 32;
+      if (digit < DIGIT)
+        out[start[digit] + count[warp][digit] + (held[u] >> 16)] = pass ? between[i] : i;
+    }
+    tokens = 0;
+    for (int w = 0; w < DIGIT / 32; w++) tokens += warp_total[w];
+    __syncthreads();
+  }
+  if constexpr (PASSES == 1) {
+    for (int c = threadIdx.x; c <= BUCKETS; c += THREADS)
+      first[c] = c < BUCKETS ? start[c] : tokens;
+  } else {
+    for (int i = threadIdx.x; i <= tokens; i += THREADS) {
+      const int here = i < tokens ? codes[to[i]] : BUCKETS;
+      for (int c = i ? codes[to[i - 1]] + 1 : 0; c <= here; c++) first[c] = i;
+    }
+  }
+  __syncthreads();
+}
+
+// The same where all buckets are small: a count a bucket, places in them by additions in any order, and
+// then the tokens of each bucket sorted. False, and nothing done, where a bucket is not small.
+template <int PER>
+__device__ bool sort_small(const Code* codes, const bool* mask, int n, uint16_t* to, uint32_t* first,
+                           uint16_t* count) {
+  constexpr int EACH = (BUCKETS + THREADS - 1) / THREADS, SMALL = 32;
+  __shared__ uint32_t warp_total[WARPS];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = threadIdx.x * EACH;
+  for (int i = threadIdx.x; i < BUCKETS / 2; i += THREADS) ((uint32_t*)count)[i] = 0;
+  __syncthreads();
+  uint32_t held[PER];
+#pragma unroll
+  for (int u = 0; u < PER; u++) {
+    const int i = u * THREADS + threadIdx.x;
+    held[u] = i < n && !(mask && !mask[i]) ? codes[i] : 0xffff;
+  }
+#pragma unroll
+  for (int u = 0; u < PER; u++) {
+    if (held[u] == 0xffff) continue;
+    const uint32_t shift = held[u] % 2 * 16;
+    held[u] |= (atomicAdd((uint32_t*)count + held[u] / 2, 1u << shift) >> shift & 0xffff) << 16;
+  }
+  __syncthreads();
+  uint32_t total = 0, most = 0;
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const uint32_t c = mine + i < BUCKETS ? count[mine + i] : 0;
+    total += c;
+    most = max(most, c);
+  }
+  uint32_t at = total;
+  for (int o = 1; o < 32; o *= 2) {
+    const uint32_t other = __shfl_up_sync(~0u, at, o);
+    if (lane >= o) at += other;
+  }
+  if (lane == 31) warp_total[warp] = at;
+  if (__syncthreads_or(most > SMALL)) return false;
+  at -= total;
+  uint32_t all = 0;
+  for (int w = 0; w < WARPS; w++) {
+    if (w < warp) at += warp_total[w];
+    all += warp_total[w];
+  }
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    if (mine + i >= BUCKETS) break;
+    const uint32_t c = count[mine + i];
+    count[mine + i] = at;
+    first[mine + i] = at;
+    at += c;
+  }
+  if (threadIdx.x == 0) first[BUCKETS] = all;
+  __syncthreads();
+#pragma unroll
+  for (int u = 0; u < PER; u++)
+    if (held[u] != 0xffff) to[count[held[u] & 0xffff] + (held[u] >> 16)] = u * THREADS + threadIdx.x;
+  __syncthreads();
+  for (int c = mine; c < min(mine + EACH, BUCKETS); c++) {
+    const int low = count[c], high = c + 1 < BUCKETS ? count[c + 1] : all;
+    for (int i = low + 1; i < high; i++) {
+      const uint16_t token = to[i];
+      int j = i;
+      for (; j > low && to[j - 1] > token; j--) to[j] = to[j - 1];
+      to[j] = token;
+    }
+  }
+  __syncthreads();
+  return true;
+}
+
+// One block a (head, hash) and run of `tile` tokens.
+// codes (BH, m, n); mask (B, n) or null; list (BH, m, n), numbers within the run; first (BH, m, tiles,
+// C + 1); most (BH, m): the tokens of the fullest bucket, where there is one run.
+template <int PER>
+__device__ void run_bucket_lists(const Code* codes, const bool* mask, uint16_t* list,
+                                 uint32_t* first, uint32_t* most, int64_t heads, int64_t hashes,
+                                 int64_t n, int64_t tile) {
+  __shared__ __align__(16) uint16_t count[WARPS][DIGIT];
+  __shared__ __align__(16) uint16_t near[PASSES][PER * THREADS];
+  __shared__ uint32_t fullest;
+  const int64_t at = blockIdx.x, tiles = (n + tile - 1) / tile;
+  const int64_t bhm = at / tiles, from = at % tiles * tile, start = bhm * n + from;
+  const int tokens = (int)min(tile, n - from);
+  first += at * (BUCKETS + 1);
+  codes += start;
+  if (mask) mask += bhm / hashes / heads * n + from;
+  if (threadIdx.x == 0) fullest = 0;
+  if (PASSES == 1 || BUCKETS > WARPS * DIGIT ||
+      !sort_small<PER>(codes, mask, tokens, near[0], first, count[0]))
+    sort<PER>(codes, mask, tokens, near[0], near[PASSES - 1], first, count);
+  for (uint32_t i = threadIdx.x; i < first[BUCKETS]; i += THREADS) list[start + i] = near[0][i];
+  if (tiles > 1) return;
+  uint32_t size = 0;
+  for (int c = threadIdx.x; c < BUCKETS; c += THREADS) size = max(size, first[c + 1] - first[c]);
+  atomicMax(&fullest, __reduce_max_sync(~0u, size));
+  __syncthreads();
+  if (threadIdx.x == 0) most[bhm] = fullest;
+}
+
+#define BUCKET_LISTS(NAME, PER)                                                           \
+  extern "C" __global__ void __launch_bounds__(THREADS) NAME(                             \
+      const Code* codes, const bool* mask, uint16_t* list, uint32_t* first, uint32_t* most, \
+      int64_t heads, int64_t hashes, int64_t n, int64_t tile) {                           \
+    run_bucket_lists<PER>(codes, mask, list, first, most, heads, hashes, n, tile);        \
+  }
+BUCKET_LISTS(bucket_lists_4k, 4096 / THREADS)
+BUCKET_LISTS(bucket_lists, 16384 / PASSES / THREADS)
+
+// Places in the whole sequence, from those within its runs, for one (head, hash): of each bucket of
+// each run in `place` (BH, m, tiles, C), of each bucket in `whole` (BH, m, C + 1); first (BH, m, tiles,
+// C + 1) and most (BH, m) as above.
+extern "C" __global__ void __launch_bounds__(THREADS) bucket_places(
+    const uint32_t* first, uint32_t* place, uint32_t* whole, uint32_t* most, int64_t tiles) {
+  __shared__ uint32_t warp_total[WARPS], fullest;
+  if (threadIdx.x == 0) fullest = 0;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  first += blockIdx.x * tiles * (BUCKETS + 1);
+  place += blockIdx.x * tiles * BUCKETS;
+  whole += (int64_t)blockIdx.x * (BUCKETS + 1);
+  uint32_t begin = 0;
+  for (int from = 0; from < BUCKETS; from += THREADS) {
+    const int c = from + threadIdx.x;
+    uint32_t total = 0;
+    if (c < BUCKETS)
+      for (int i = 0; i < tiles; i++)
+        total += first[(int64_t)i * (BUCKETS + 1) + c + 1] - first[(int64_t)i * (BUCKETS + 1) + c];
+    uint32_t at = total;
+    for (int o = 1; o < 32; o *= 2) {
+      const uint32_t other = __shfl_up_sync(~0u, at, o);
+      if (lane >= o) at += other;
+    }
+    if (lane == 31) warp_total[warp] = at;
+    __syncthreads();
+    atomicMax(&fullest, __reduce_max_sync(~0u, total));
+    at += begin - total;
+    for (int w = 0; w < WARPS; w++) {
+      if (w < warp) at += warp_total[w];
+      begin += warp_total[w];
+    }
+    if (c < BUCKETS) {
+      whole[c] = at;
+      for (int i = 0; i < tiles; i++) {
+        place[(int64_t)i * BUCKETS + c] = at;
+        at += first[(int64_t)i * (BUCKETS + 1) + c + 1] - first[(int64_t)i * (BUCKETS + 1) + c];
+      }
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) whole[BUCKETS] = begin, most[blockIdx.x] = fullest;
+}
+
+// Lists of runs of `tile` tokens as one list of the whole sequence: entry by entry to its place.
+// from, to (BH, m, n); first (BH, m, tiles, C + 1) within the tile; place (BH, m, tiles, C) of each
+// bucket of each tile in the whole.
+template <class Index>
+__device__ void run_bucket_merge(const Code* codes, const uint16_t* from, const uint32_t* first,
+                                 const uint32_t* place, Index* to, int64_t n, int64_t tile) {
+  const int64_t at = blockIdx.x, tiles = (n + tile - 1) / tile;
+  const int64_t bhm = at / tiles, start = bhm * n + at % tiles * tile;
+  first += at * (BUCKETS + 1);
+  place += at * BUCKETS;
+  for (uint32_t i = threadIdx.x; i < first[BUCKETS]; i += THREADS) {
+    const uint32_t token = from[start + i], bucket = codes[start + token];
+    to[bhm * n + place[bucket] + i - first[bucket]] = (Index)(at % tiles * tile + token);
+  }
+}
+
+#define BUCKET_MERGE(NAME, INDEX)                                                                 \
+  extern "C" __global__ void __launch_bounds__(THREADS)                                           \
+      NAME(const Code* codes, const uint16_t* from, const uint32_t* first, const uint32_t* place, \
+           INDEX* to, int64_t n, int64_t tile) {                                                  \
+    run_bucket_merge(codes, from, first, place, to, n, tile);                                     \
+  }
+BUCKET_MERGE(bucket_merge_16, uint16_t)
+BUCKET_MERGE(bucket_merge_32, uint32_t)
+
+// Gaussian projections (H, m, PLANES, DP) in bfloat16: the numbers of random.py, zero where padded.
+// One thread a pair of Box–Muller; `count` numbers in all, laid out (H, m, BITS, channels) there.
+extern "C" __global__ void gaussian_planes(const int64_t* seed, uint16_t* planes, int64_t count,
+                                           int64_t channels, int64_t planes_padded,
+                                           int64_t channels_padded) {
+  const int64_t half = (count + 1) / 2;
+  const int64_t at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (at >= half) return;
+  const uint32_t low = (uint32_t)*seed, high = (uint32_t)(*seed >> 32);
+  auto uniform = [&](int64_t i) {
+    return ((double)mix(mix(mix((uint32_t)i) ^ low) ^ high) + 1) * 0x1p-32;
+  };
+  double sine, cosine;
+  sincos(6.283185307179586 * uniform(half + at), &sine, &cosine);
+  const double radius = sqrt(-2 * log(uniform(at)));
+  auto put = [&](int64_t i, double value) {
+    if (i >= count) return;
+    const int64_t plane = i / channels, hash = plane / BITS;
+    planes[(hash * planes_padded + plane % BITS) * channels_padded + i % channels] =
+        (uint16_t)pack((float)value, 0, BF16);
+  };
+  put(at, radius * cosine);
+  put(half + at, radius * sine);
+}

@@ -1,0 +1,64 @@
+// Rows of numbers, eight neighbouring channels a lane.
+
+// Lanes that hold a row.
+__device__ constexpr int group_of(int channels) {
+  return channels <= 8 ? 1 : channels <= 16 ? 2 : channels <= 32 ? 4 : channels <= 64 ? 8
+         : channels <= 128 ? 16 : 32;
+}
+
+// Eight channels, as they lie in memory.
+template <Type T> struct Row8 {
+  uint4 word[T == F32 ? 2 : 1];
+  __device__ void load(const void* row, int lane) {
+    const uint4* p = (const uint4*)row + lane * (T == F32 ? 2 : 1);
+    word[0] = __ldg(p);
+    if constexpr (T == F32) word[1] = __ldg(p + 1);
+  }
+  __device__ void clear() {
+    word[0] = make_uint4(0, 0, 0, 0);
+    if constexpr (T == F32) word[1] = make_uint4(0, 0, 0, 0);
+  }
+  __device__ void add_to(float (&sum)[8]) const {
+    const uint32_t* w = (const uint32_t*)word;
+    if constexpr (T == F32) {
+#pragma unroll
+      for (int i = 0; i < 8; i++) sum[i] += __uint_as_float(w[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        float low, high;
+        unpack(w[i], low, high, T);
+        sum[2 * i] += low;
+        sum[2 * i + 1] += high;
+      }
+    }
+  }
+};
+
+template <Type T> __device__ inline void store8(void* row, int lane, const float (&x)[8]) {
+  uint4* p = (uint4*)row + lane * (T == F32 ? 2 : 1);
+  if constexpr (T == F32) {
+    p[0] = make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+                      __float_as_uint(x[3]));
+    p[1] = make_uint4(__float_as_uint(x[4]), __float_as_uint(x[5]), __float_as_uint(x[6]),
+                      __float_as_uint(x[7]));
+  } else {
+    p[0] = make_uint4(pack(x[0], x[1], T), pack(x[2], x[3], T), pack(x[4], x[5], T),
+                      pack(x[6], x[7], T));
+  }
+}
+
+// Σ over the row of a b, for all lanes of the group.
+template <int GROUP> __device__ inline float dot(const float (&a)[8], const float (&b)[8]) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 8; i++) sum += a[i] * b[i];
+  for (int o = 1; o < GROUP; o *= 2) sum += __shfl_xor_sync(~0u, sum, o);
+  return sum;
+}
+
+__device__ inline float inverse_of(float norm) { return norm > 0 ? 1 / norm : 0; }
+
+// The two words of float16 columns in which outer.cu keeps channels 8 lane + 2 a and the next: columns
+// 8 a + 2 b + c of every 32 belong to 8 b + 2 a + c.
+__device__ inline int column_word(int lane, int a) { return lane / 4 * 16 + a * 4 + lane % 4; }

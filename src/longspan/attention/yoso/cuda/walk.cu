@@ -1,0 +1,386 @@
+// Token by token through the lists of the other side, for buckets so small that tables do not pay, and
+// for the true gradient, whose weight depends on the pair: compiled by NVRTC for one set of
+//
+//   D, E   channels of queries and keys, and of values and gradients, multiples of 8 up to 256
+//   BITS   bits of a code, 1 to 16; codes are uint8 up to 8 bits, uint16 above
+//   X      number type of rows in and out: BF16, F16 or F32
+//   INDEX  type of the numbers in the lists of tokens, uint16_t or uint32_t
+//
+// A group of lanes takes a token: each lane eight channels, and one hash of as many as there are lanes.
+// Every sum is in float32, in one order.
+
+#include "buckets.cuh"
+#include "common.cuh"
+#include "rows.cuh"
+
+constexpr int MOST = 16;  // tokens of a bucket that are looked at one by one
+constexpr int THREADS = 128, ROUNDS = 4;
+constexpr uint32_t HEAVY = 1u << 31;
+constexpr Type SUM = X == BF16 ? BF16 : F32;  // number type of the sums of heavy buckets
+
+// Where the sum of a heavy bucket of one hash is kept: buckets follow one another in the list, and each
+// covers a multiple of MOST that no other does.
+__device__ inline uint32_t heavy_slot(uint32_t at) { return (at + MOST - 1) / MOST; }
+
+struct Lists {  // of the other side, for one head
+  const INDEX* order;     // (m, n)
+  const uint32_t* first;  // (m, C + 1)
+  int64_t n;
+};
+
+// What a token meets in ROUNDS GROUP hashes from h on, written to `met`: numbers of tokens, or HEAVY and
+// the slot of a bucket of more than MOST. With SAMPLE, MOST tokens of such a bucket instead, each as
+// likely as any other, and `weight` for what they stand for. How many there are.
+template <int GROUP, int ROUNDS, bool SAMPLE>
+__device__ int meet(const Lists& lists, const Code* codes, int h, int hashes, bool there,
+                    uint32_t random, uint32_t* met, float* weight) {
+  const int lane = threadIdx.x % GROUP;
+  uint32_t at[ROUNDS], count[ROUNDS], entries = 0;
+#pragma unroll
+  for (int r = 0; r < ROUNDS; r++) {
+    const int hash = h + r * GROUP + lane;
+    at[r] = count[r] = 0;
+    if (!there || hash >= hashes) continue;
+    const uint32_t* edge = lists.first + hash * (int64_t)(BUCKETS + 1) + codes[hash];
+    at[r] = edge[0];
+    count[r] = edge[1] - at[r];
+  }
+#pragma unroll
+  for (int r = 0; r < ROUNDS; r++)
+    entries += count[r] <= MOST ? count[r] : SAMPLE ? MOST : 1;
+  uint32_t end = entries;
+  for (int o = 1; o < GROUP; o *= 2) {
+    const uint32_t other = __shfl_up_sync(~0u, end, o, GROUP);
+    if (lane >= o) end += other;
+  }
+  uint32_t to = end - entries;
+#pragma unroll
+  for (int r = 0; r < ROUNDS; r++) {
+    const int hash = h + r * GROUP + lane;
+    const INDEX* order = lists.order + hash * lists.n + at[r];
+    if (count[r] <= MOST) {
+      for (uint32_t e = 0; e < count[r]; e++, to++) {
+        met[to] = order[e];
+        if (SAMPLE) weight[to] = 1;
+      }
+    } else if (SAMPLE) {
+      const float stride = (float)count[r] / MOST;
+      const float start = (mix(random ^ mix(hash)) >> 8) * 0x1p-24f;
+      for (uint32_t e = 0; e < MOST; e++, to++) {
+        met[to] = order[min((uint32_t)((start + e) * stride), count[r] - 1)];
+        weight[to] = stride;
+      }
+    } else {
+      met[to++] = HEAVY | (uint32_t)(hash * (lists.n / MOST + 1) + heavy_slot(at[r]));
+    }
+  }
+  __syncwarp();
+  return __shfl_sync(~0u, end, GROUP - 1, GROUP);
+}
+
+// Sums of the rows of heavy buckets, (BH, m, n / MOST + 1, E), the only ones that are written. A warp
+// takes 32 buckets. Rows of x at the given byte strides.
+extern "C" __global__ void __launch_bounds__(THREADS) heavy_sum(
+    const INDEX* order, const uint32_t* first, const char* x, int64_t batch_bytes,
+    int64_t head_bytes, int64_t row_bytes, char* sums, int64_t heads, int64_t hashes, int64_t n,
+    int64_t warps) {
+  constexpr int GROUP = group_of(E), RUNS = (BUCKETS + 31) / 32;
+  const int64_t id = (int64_t)blockIdx.x * (THREADS / 32) + threadIdx.x / 32, hash = id / RUNS;
+  if (id >= warps) return;
+  const int lane = threadIdx.x % 32, piece = lane % GROUP, run = id % RUNS * 32;
+  const int64_t bh = hash / hashes;
+  first += hash * (BUCKETS + 1) + run;
+  const bool there = run + lane < BUCKETS;
+  const uint32_t at = there ? first[lane] : 0, count = there ? first[lane + 1] - at : 0;
+  x += bh / heads * batch_bytes + bh % heads * head_bytes;
+  for (uint32_t heavy = __ballot_sync(~0u, count > MOST); heavy; heavy &= heavy - 1) {
+    const uint32_t begin = __shfl_sync(~0u, at, __ffs(heavy) - 1);
+    const uint32_t end = begin + __shfl_sync(~0u, count, __ffs(heavy) - 1);
+    float sum[8] = {};
+    if (piece * 8 < E)
+      for (uint32_t i = begin + lane / GROUP; i < end; i += 8 * (32 / GROUP)) {
+        Row8<X> row[8];
+#pragma unroll
+        for (int u = 0; u < 8; u++) {
+          const uint32_t j = i + u * (32 / GROUP);
+          if (j < end) row[u].load(x + (int64_t)order[hash * n + j] * row_bytes, piece);
+          else row[u].clear();
+        }
+#pragma unroll
+        for (int u = 0; u < 8; u++) row[u].add_to(sum);
+      }
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      for (int o = GROUP; o < 32; o *= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], o);
+    if (lane < GROUP && piece * 8 < E)
+      store8<SUM>(sums + (hash * (n / MOST + 1) + heavy_slot(begin)) * (E * Bytes<SUM>::each), piece,
+                  sum);
+  }
+}
+
+__device__ inline void add_heavy(const char* heavy, uint32_t met, int lane, float (&sum)[8]) {
+  Row8<SUM> row;
+  row.load(heavy + (int64_t)(met - HEAVY) * (E * Bytes<SUM>::each), lane);
+  row.add_to(sum);
+}
+
+// y (BH, nq, E) = 1/m Σ of the rows of x that a token meets, or its unit vector, with 1/norm in
+// `inverse`. codes (BH, nq, m); mask (B, nq) or null; lists and heavy sums of the side of x.
+extern "C" __global__ void __launch_bounds__(THREADS) walk_gather(
+    const Code* codes, const bool* mask, const INDEX* order, const uint32_t* first, const char* x,
+    int64_t batch_bytes, int64_t head_bytes, int64_t row_bytes, const char* heavy, char* y,
+    float* inverse, int64_t heads, int64_t hashes, int64_t n, int64_t tokens, int64_t rows,
+    float scale) {
+  constexpr int GROUP = group_of(E);
+  __shared__ uint32_t room[THREADS / GROUP][GROUP * ROUNDS * MOST];
+  uint32_t* met = room[threadIdx.x / GROUP];
+  const int64_t row = (int64_t)blockIdx.x * (THREADS / GROUP) + threadIdx.x / GROUP;
+  const int lane = threadIdx.x % GROUP;
+  const bool there = row < rows, holds = lane * 8 < E;
+  const uint32_t bh = there ? (uint32_t)row / (uint32_t)tokens : 0;
+  const bool seen = there && !(mask && !mask[bh / (uint32_t)heads * tokens + row - bh * tokens]);
+  const Lists lists{order + bh * hashes * n, first + bh * hashes * (BUCKETS + 1), n};
+  x += bh / (uint32_t)heads * batch_bytes + bh % (uint32_t)heads * head_bytes;
+  heavy += bh * hashes * (n / MOST + 1) * (E * Bytes<SUM>::each);
+  float sum[8] = {};
+  for (int h = 0; h < hashes; h += ROUNDS * GROUP) {
+    const int count =
+        meet<GROUP, ROUNDS, false>(lists, codes + row * hashes, h, hashes, seen, 0, met, nullptr);
+    for (int i = 0; i < count; i += 8) {
+      Row8<X> part[8];
+#pragma unroll
+      for (int u = 0; u < 8; u++) {
+        const uint32_t j = i + u < count ? met[i + u] : HEAVY;
+        if (holds && j < HEAVY) part[u].load(x + (int64_t)j * row_bytes, lane);
+        else part[u].clear();
+      }
+#pragma unroll
+      for (int u = 0; u < 8; u++) part[u].add_to(sum);
+    }
+    for (int i = 0; i < count; i++)
+      if (met[i] >= HEAVY && holds) add_heavy(heavy, met[i], lane, sum);
+    __syncwarp();
+  }
+  if (inverse) {
+    float square = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) square += sum[i] * sum[i];
+    for (int o = 1; o < GROUP; o *= 2) square += __shfl_xor_sync(~0u, square, o);
+    const float inverse_norm = square > 0 ? rsqrtf(square) : 0;
+    if (there && lane == 0) inverse[row] = inverse_norm / scale;  // of the scaled row
+    scale = inverse_norm;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i++) sum[i] *= scale;
+  if (there && holds) store8<X>(y + row * E * Bytes<X>::each, lane, sum);
+}
+
+// One side of a pair: the tokens whose gradient is wanted, and what is known of the others.
+struct Side {
+  const Code* codes;      // (BH, n, m) of the tokens
+  const INDEX* order;     // lists of the others
+  const uint32_t* first;
+  const char *x, *a;      // rows of the tokens: what is hashed, and g or v
+  const char *other_x, *other_a;
+  const float *norms, *other_norms;
+  int64_t n, other_n;
+};
+
+// Take a gradient of the unit vector of x through its norm, and write it.
+template <int GROUP>
+__device__ inline void through_norm(float (&sum)[8], const float (&unit)[8], float factor, bool there,
+                                    char* to) {
+  const int lane = threadIdx.x % GROUP;
+  const float along = dot<GROUP>(sum, unit);
+#pragma unroll
+  for (int c = 0; c < 8; c++) sum[c] = there ? (sum[c] - along * unit[c]) * factor : 0;
+  if (to && lane * 8 < D) store8<X>(to, lane, sum);
+}
+
+template <int GROUP, Type T>
+__device__ inline void load8(const char* row, int channels, bool there, float (&x)[8]) {
+  const int lane = threadIdx.x % GROUP;
+  Row8<T> word;
+  if (there && lane * 8 < channels) word.load(row, lane);
+  else word.clear();
+#pragma unroll
+  for (int i = 0; i < 8; i++) x[i] = 0;
+  word.add_to(x);
+}
+
+#if D <= 128 && E <= 128
+// Gradients of the surrogate from bfloat16: queries come first in the grid, then keys, and dV with dK.
+// Rows as outer.cu reads them, [ĝ | q̂ |g| s] and [v̂ | k̂ |v| s]; its sums over the heavy buckets are in
+// q_sums and k_sums; `heavy` has the sums of g over the heavy buckets of queries. Of all hashes, dQ and
+// dK take the first `used`.
+constexpr int W = D <= 64 && E <= 64 ? 64 : 128, LANES = W / 8;
+
+template <bool KEY>
+__device__ void walk_outer_side(const Side& s, const float* totals, const char* sums,
+                                const char* heavy, const bool* mask, int64_t row, bool there,
+                                uint32_t batch_heads, uint32_t heads, int hashes, int used,
+                                float scale, char* out, char* dv, uint32_t* met) {
+  const int lane = threadIdx.x % LANES;
+  const uint32_t bh = there ? (uint32_t)row / (uint32_t)s.n : 0;
+  const bool seen = there && !(KEY && mask && !mask[bh / heads * s.n + row - bh * s.n]);
+  const int64_t from = bh * s.other_n;
+  const Lists lists{s.order + from * hashes, s.first + bh * (int64_t)hashes * (BUCKETS + 1), s.other_n};
+  const char* rows = s.other_a + from * (4 * W);
+  heavy += bh * (int64_t)hashes * (s.other_n / MOST + 1) * (E * Bytes<SUM>::each);
+  float own[8], sum[8] = {}, v_sum[8] = {};
+  load8<LANES, F16>(s.a + row * (4 * W), W, seen, own);
+  for (int h = 0; h < (KEY ? hashes : used); h = h < used ? min(h + ROUNDS * LANES, used) : h + ROUNDS * LANES) {
+    // Beyond the first `used`, hashes count for dV alone; they come in rounds of their own.
+    const int limit = h < used ? used : hashes;
+    const int count =
+        meet<LANES, ROUNDS, false>(lists, s.codes + row * hashes, h, limit, seen, 0, met, nullptr);
+    const int most = __reduce_max_sync(~0u, count);  // the groups of a warp go together
+    for (int i = 0; i < most; i += 4) {
+      Row8<F16> a[4], b[4];
+      float size[4];
+#pragma unroll
+      for (int u = 0; u < 4; u++) {
+        const uint32_t j = i + u < count ? met[i + u] : HEAVY;
+        a[u].clear(), b[u].clear(), size[u] = 0;
+        if (j >= HEAVY) continue;
+        a[u].load(rows + (int64_t)j * (4 * W), lane);
+        if (!KEY || h < used) b[u].load(rows + (int64_t)j * (4 * W) + 2 * W, lane);
+        if (KEY) size[u] = s.other_norms[from + j];
+      }
+#pragma unroll
+      for (int u = 0; u < 4; u++) {
+        float x[8] = {}, y[8] = {};
+        a[u].add_to(x);
+        b[u].add_to(y);
+        const float score = dot<LANES>(own, x);
+#pragma unroll
+        for (int c = 0; c < 8; c++) {
+          sum[c] += score * y[c];
+          if (KEY) v_sum[c] += size[u] * x[c];
+        }
+      }
+    }
+    if (KEY)
+      for (int i = 0; i < count; i++)
+        if (met[i] >= HEAVY && lane * 8 < E) add_heavy(heavy, met[i], lane, v_sum);
+    __syncwarp();
+  }
+  const uint32_t* words = (const uint32_t*)(sums + row * (2 * W));
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    float low, high;
+    unpack(seen ? words[column_word(lane, i)] : 0, low, high, F16);
+    sum[2 * i] += low;
+    sum[2 * i + 1] += high;
+  }
+  __syncwarp();  // all of a row is read before any of it is written
+  float unit[8];
+  load8<LANES, BF16>(s.x + row * (D * 2), D, seen, unit);
+  const float inverse = inverse_of(sqrtf(dot<LANES>(unit, unit)));
+#pragma unroll
+  for (int c = 0; c < 8; c++) {
+    unit[c] *= inverse;
+    v_sum[c] *= 1.f / hashes;
+  }
+  const float total = totals[bh + (KEY ? 0 : batch_heads)], norm = seen ? s.norms[row] : 0;
+  through_norm<LANES>(sum, unit, inverse * scale * norm * total, seen,
+                      there ? out + row * (D * 2) : nullptr);
+  if (KEY && there && lane * 8 < E) store8<X>(dv + row * (E * 2), lane, v_sum);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) walk_outer(
+    const Code* q_codes, const Code* k_codes, const INDEX* q_order, const INDEX* k_order,
+    const uint32_t* q_first, const uint32_t* k_first, const char* q, const char* k,
+    const char* q_rows, const char* k_rows, const float* g_norms, const float* v_norms,
+    const float* totals, const char* q_sums, const char* k_sums, const char* heavy,
+    const bool* mask, char* dq, char* dk, char* dv, int64_t batch_heads, int64_t heads,
+    int64_t hashes, int64_t used, int64_t queries, int64_t keys, float scale) {
+  __shared__ uint32_t room[THREADS / LANES][LANES * ROUNDS * MOST];
+  uint32_t* met = room[threadIdx.x / LANES];
+  constexpr int EACH = THREADS / LANES;
+  const int64_t blocks = (batch_heads * queries + EACH - 1) / EACH;
+  const bool key = blockIdx.x >= blocks;
+  const int64_t row = (blockIdx.x - (key ? blocks : 0)) * EACH + threadIdx.x / LANES;
+  if (key) {
+    const Side side{k_codes, q_order, q_first, k, k_rows, q, q_rows, v_norms, g_norms, keys, queries};
+    walk_outer_side<true>(side, totals, k_sums, heavy, mask, row, row < batch_heads * keys,
+                          batch_heads, heads, hashes, used, scale, dk, dv, met);
+  } else {
+    const Side side{q_codes, k_order, k_first, q, q_rows, k, k_rows, g_norms, v_norms, queries, keys};
+    walk_outer_side<false>(side, totals, q_sums, heavy, mask, row, row < batch_heads * queries,
+                           batch_heads, heads, hashes, used, scale, dq, dv, met);
+  }
+}
+#endif
+
+// The true gradient: queries come first in the grid, then keys. Rows as given, x = q or k with their
+// norms, a = g or v. A pair counts (a·a') slope(x̂·x̂') x̂'; of a bucket of more than MOST tokens, MOST
+// are drawn, each token afresh.
+template <bool KEY>
+__device__ void walk_true_side(const Side& s, const bool* mask, int64_t row, bool there,
+                               uint32_t heads, int hashes, int used, uint32_t random, float scale,
+                               char* out, uint32_t* met, float* weight) {
+  constexpr int GROUP = group_of(D > E ? D : E);
+  constexpr int64_t X_ROW = D * Bytes<X>::each, A_ROW = E * Bytes<X>::each;
+  const int lane = threadIdx.x % GROUP;
+  const uint32_t bh = there ? (uint32_t)row / (uint32_t)s.n : 0;
+  const bool seen = there && !(KEY && mask && !mask[bh / heads * s.n + row - bh * s.n]);
+  const int64_t from = bh * s.other_n;
+  const Lists lists{s.order + from * hashes, s.first + bh * (int64_t)hashes * (BUCKETS + 1), s.other_n};
+  float unit[8], own[8], sum[8] = {};
+  load8<GROUP, X>(s.x + row * X_ROW, D, seen, unit);
+  load8<GROUP, X>(s.a + row * A_ROW, E, seen, own);
+  const float inverse = seen ? inverse_of(s.norms[row]) : 0;
+#pragma unroll
+  for (int c = 0; c < 8; c++) unit[c] *= inverse;
+  random = mix(random ^ mix((uint32_t)row * 2 + KEY));
+  for (int h = 0; h < used; h += GROUP) {
+    const int count =
+        meet<GROUP, 1, true>(lists, s.codes + row * hashes, h, used, seen, random, met, weight);
+    const int most = __reduce_max_sync(~0u, count);  // the groups of a warp go together
+    for (int i = 0; i < most; i++) {
+      const bool one = i < count;
+      const int64_t j = from + (one ? met[i] : 0);
+      float x[8], a[8];
+      load8<GROUP, X>(s.other_x + j * X_ROW, D, one, x);
+      load8<GROUP, X>(s.other_a + j * A_ROW, E, one, a);
+      const float length = one ? inverse_of(s.other_norms[j]) : 0;
+      const float cosine = dot<GROUP>(unit, x) * length, score = dot<GROUP>(own, a);
+      // τ / (π p √(1 − x²)), kept finite where a sine or a chance of zero is within rounding.
+      constexpr float FLOOR = 4 * 1.1920929e-7f, PI = 3.14159265f;
+      const float sine = sqrtf(fmaxf(1 - cosine * cosine, FLOOR));
+      const float chance = fmaxf(1 - acosf(fminf(fmaxf(cosine, -1.f), 1.f)) / PI, FLOOR);
+      const float factor = one ? score * weight[i] * length / (PI * chance * sine) : 0;
+#pragma unroll
+      for (int c = 0; c < 8; c++) sum[c] += factor * x[c];
+    }
+    __syncwarp();
+  }
+  through_norm<GROUP>(sum, unit, inverse * scale, seen, there ? out + row * X_ROW : nullptr);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) walk_true(
+    const Code* q_codes, const Code* k_codes, const INDEX* q_order, const INDEX* k_order,
+    const uint32_t* q_first, const uint32_t* k_first, const char* q, const char* k, const char* v,
+    const char* g, const float* q_norms, const float* k_norms, const bool* mask, char* dq, char* dk,
+    int64_t batch_heads, int64_t heads, int64_t hashes, int64_t used, int64_t queries, int64_t keys,
+    const int64_t* seed, float scale) {
+  constexpr int GROUP = group_of(D > E ? D : E), EACH = THREADS / GROUP;
+  __shared__ uint32_t room[EACH][GROUP * MOST];
+  __shared__ float weights[EACH][GROUP * MOST];
+  uint32_t* met = room[threadIdx.x / GROUP];
+  float* weight = weights[threadIdx.x / GROUP];
+  const int64_t blocks = (batch_heads * queries + EACH - 1) / EACH;
+  const bool key = blockIdx.x >= blocks;
+  const int64_t row = (blockIdx.x - (key ? blocks : 0)) * EACH + threadIdx.x / GROUP;
+  const uint32_t random = mix((uint32_t)*seed) ^ (uint32_t)(*seed >> 32);
+  if (key) {
+    const Side side{k_codes, q_order, q_first, k, v, q, g, k_norms, q_norms, keys, queries};
+    walk_true_side<true>(side, mask, row, row < batch_heads * keys, heads, hashes, used, random,
+                         scale, dk, met, weight);
+  } else {
+    const Side side{q_codes, k_order, k_first, q, g, k, v, q_norms, k_norms, queries, keys};
+    walk_true_side<false>(side, mask, row, row < batch_heads * queries, heads, hashes, used, random,
+                          scale, dq, met, weight);
+  }
+}

@@ -1,0 +1,116 @@
+"""Tables and plot of the GPU benchmark, from made-up rows with a known law of time."""
+
+import re
+
+import pytest
+
+from longspan import records
+from longspan.bench import MODES, Timing, gpu, timing_row
+from longspan.report import gpu as report
+
+EXACT, HASHES = 1e-12, 1e-10  # seconds a pair of tokens; a token and hash
+
+
+def seconds(contender, mode):
+    case = contender.case
+    tokens = case.heads * case.length * (1 if mode == "forward" else 4) * case.head_dim / 64
+    if case.method == "softmax":
+        return EXACT * tokens * case.length * (2 if "flash" in contender.name else 1)
+    crowded = {"spread": 1, "clustered": 2, "one-key": 3, "one-vector": 3.5}[case.inputs]
+    return HASHES * tokens * case.options["num_hashes"] * crowded
+
+
+def made_up():
+    for group in gpu.groups():
+        head_dim, length, mode = group
+        for contender in gpu.contenders(*group):
+            case = contender.case
+            v_bytes = 2 * case.heads * length * head_dim
+            outputs = v_bytes * (1 if mode == "forward" else 4)
+            t = seconds(contender, mode)
+            exact = EXACT * case.heads * length**2 * (1 if mode == "forward" else 4) * head_dim / 64
+            yield timing_row(case, mode, Timing(t, t, t, 3)) | {
+                "suite": "yoso-gpu", "name": contender.name, "key": contender.key(mode),
+                "exact_seconds": exact, "v_bytes": v_bytes, "outputs_bytes": outputs,
+                "peak_bytes": int(outputs + 2.5 * v_bytes),
+                "environment": {**records.environment(), "gpu": "Toy GPU"},
+            }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return list(made_up())
+
+
+def section(text, title):
+    return re.search(rf"^#+ {title}\n(.*?)(?=^#|\Z)", text, re.DOTALL | re.MULTILINE)[1]
+
+
+def cells(text, title, length):
+    """A line of a table as {column: cell}."""
+    lines = [
+        line.strip("| ").split(" | ") for line in section(text, title).splitlines() if "|" in line
+    ]
+    line = next(line for line in lines if line[0] == f"{length:,}")
+    return dict(zip(lines[0], line, strict=False))
+
+
+def test_tables_hold_times_ratios_and_memory(rows):
+    text = report.markdown(rows)
+    assert text.startswith("# YOSO on one Toy GPU\n")
+    line = cells(text, "Forward, heads of 64", 16384)
+    # 2^18 · 2^14 pairs of 10⁻¹² s; 2^18 tokens · 32 hashes of 10⁻¹⁰ s.
+    assert line["softmax cuDNN"] == "4.295 (1.00×)"
+    assert line["softmax flash"] == "8.590 (0.50×)"
+    assert line["yoso 32"] == line["yoso 32, log2 n bits"] == "0.839 (5.12×)"
+    assert cells(text, "Forward, heads of 64", 131072)["yoso 16"] == "0.419 (81.9×)"
+    both = cells(text, "Forward and backward, heads of 64", 16384)
+    assert "yoso 32, backward_hashes=8" in both
+    assert "yoso 32, log2 n bits" in cells(text, "Forward, heads of 128", 4096)
+    memory = text[text.index("## Peak memory") :]
+    assert cells(memory, "Forward and backward, heads of 64", 8192)["yoso 32"] == "2.50"
+
+
+def test_tables_compare_inputs_and_hashes(rows):
+    text = report.markdown(rows)
+    crowded = text[text.index("## Inputs that crowd") :]
+    line = cells(crowded, "Forward, heads of 64", 4096)
+    assert line["yoso 32, clustered"].endswith("(2.00×)")
+    assert line["yoso 32, one-vector"].endswith("(3.50×)")
+    assert cells(text, "Half the hashes", 65536)["d = 64, forward"] == "2.00×"
+    slopes = section(text, "Slope")
+    assert "| softmax cuDNN | 2.00 | 2.00 |" in slopes
+    assert "| yoso 32 | 1.00 | 1.00 |" in slopes
+
+
+def test_the_last_row_of_a_key_counts_and_old_ones_are_passed_over(rows):
+    again = {**rows[3], "seconds": 1.0}
+    old = {key: value for key, value in rows[3].items() if key != "key"}
+    other = {**rows[5], "environment": {**rows[5]["environment"], "gpu": "another"}}
+    found = report.latest([old, other, *rows, again])
+    assert len(found) == len(rows)
+    assert [row["seconds"] for row in found if row["key"] == again["key"]] == [1.0]
+
+
+@pytest.mark.parametrize("part", ["all", "forward-of-few-lengths"])
+def test_files_are_written_beside_the_rows(rows, part, tmp_path, capsys):
+    if part != "all":
+        rows = [r for r in rows if r["mode"] == MODES[0] and r["length"] < 2048]
+    path = tmp_path / "rows.jsonl"
+    for row in rows:
+        records.append(path, row)
+    report.main(path)
+    assert (tmp_path / "rows.md").read_text().count("\n| ---:") >= 3
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+    assert "rows.png" in capsys.readouterr().out
+
+
+def test_no_rows_and_no_matplotlib_are_said(rows, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("")
+    with pytest.raises(SystemExit, match=r"must hold rows of .*, got none"):
+        report.main(path)
+    records.append(path, rows[0])
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    report.main(path)
+    assert "matplotlib is missing" in capsys.readouterr().out
