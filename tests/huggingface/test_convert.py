@@ -305,6 +305,23 @@ def test_causal_models_are_refused(make, reason):
         longspan.convert(make(), "nystrom")
 
 
+def test_relative_position_biases_are_refused():
+    """T5 hands them over by name, BEiT as a mask: neither gets lost."""
+    t5 = transformers.T5Config(
+        vocab_size=99, d_model=32, d_kv=8, num_heads=4, num_layers=1, d_ff=48
+    )  # fmt: skip
+    model = longspan.convert(transformers.T5EncoderModel(t5), "nystrom")
+    with pytest.raises(NotImplementedError, match="position_bias cannot be honoured by nystrom"):
+        model(torch.arange(9)[None])
+    beit = transformers.BeitConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48,
+        image_size=32, patch_size=8, use_relative_position_bias=True,
+    )  # fmt: skip
+    model = longspan.convert(transformers.BeitModel(beit), "nystrom").eval()
+    with pytest.raises(NotImplementedError, match="every pair of tokens"):
+        model(torch.randn(1, 3, 32, 32))
+
+
 def test_errors_name_the_argument_the_rule_and_the_value(tmp_path):
     bert = zoo.make("bert")
     with pytest.raises(ValueError, match=r"method must be one of .* \(bert\), got None"):
