@@ -5,10 +5,10 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu bench-gpu lint clean
+.PHONY: help demo test test-transformers test-gpu bench-gpu lint clean
 
 help:            ## Show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 20
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
@@ -24,6 +24,14 @@ demo: $(READY)   ## Time every method on this machine, train a small model with 
 
 test: $(READY)   ## Run the tests (CPU)
 	@$(BIN)/python -m pytest -m "not gpu"
+
+# The oldest transformers that is supported; .venv has the pinned one.
+TRANSFORMERS ?= 5.17.0
+OTHER := build/transformers-$(TRANSFORMERS)
+test-transformers: $(READY)   ## Run the Hugging Face tests with another transformers (TRANSFORMERS=5.17.0)
+	@test -d $(OTHER) || $(BIN)/python -m pip install -qq --disable-pip-version-check \
+	  --target $(OTHER) 'transformers==$(TRANSFORMERS)'
+	@PYTHONPATH=$(OTHER) $(BIN)/python -m pytest tests/huggingface tests/models tests/test_examples.py
 
 # A GPU machine usually has its own torch: name its Python to use that one instead of .venv,
 # as in `make test-gpu GPU_PYTHON=python3`.

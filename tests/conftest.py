@@ -1,6 +1,7 @@
 """Seeds, and a reason that prints where a GPU test cannot run."""
 
 import os
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -12,7 +13,21 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# A GPU machine's own Python may lack transformers: what needs it is left out; the header says so.
+NEEDS_TRANSFORMERS = ["huggingface", "models", "test_examples.py", "test_readme.py"]
+collect_ignore = [] if find_spec("transformers") else NEEDS_TRANSFORMERS
+
+
+def pytest_report_header():
+    if collect_ignore:
+        return f"transformers is not installed: left out {', '.join(collect_ignore)}"
+    return None
+
+
 # The tensors here are small: a second thread costs more in waiting than it gives.
+# Tests never ask the network: what is not in the cache is not at hand.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 torch.set_num_threads(1)
 
 

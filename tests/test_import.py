@@ -87,3 +87,32 @@ def test_import_compiles_nothing_and_reads_no_environment_variable():
 def test_import_works_without_the_extras():
     names = ["typer", "rich", "plotly", "jinja2", "numpy", "transformers", "triton"]
     fresh(f"import sys, torch; sys.modules.update(dict.fromkeys({names!r})); import longspan")
+
+
+def test_what_needs_transformers_says_so_without_it():
+    out, _ = fresh(
+        """
+        import sys, torch
+        sys.modules["transformers"] = None
+        import longspan
+        for name in ("convert", "extend_positions", "huggingface", "models"):
+            try:
+                getattr(longspan, name)
+            except ModuleNotFoundError as error:
+                print(error)
+        """
+    )
+    for name in ("convert", "extend_positions", "huggingface", "models"):
+        assert f"longspan.{name} needs transformers: pip install 'longspan[huggingface]'" in out
+
+
+def test_transformers_is_imported_when_it_is_asked_for():
+    out, _ = fresh(
+        """
+        import sys, longspan
+        print("transformers" in sys.modules)
+        longspan.models.LongspanConfig
+        print("transformers" in sys.modules, hasattr(longspan, "no_such_name"))
+        """
+    )
+    assert out.split() == ["False", "True", "False"]

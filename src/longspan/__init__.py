@@ -6,6 +6,9 @@
 torch.Size([1, 8, 1000, 64])
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from longspan.attention.linformer import LinformerAttention, SequenceProjection, linformer
 from longspan.attention.methods import METHODS, Method, attention
 from longspan.attention.multihead import MultiheadAttention
@@ -20,6 +23,12 @@ from longspan.attention.yoso import (
     yoso,
     yoso_expectation,
 )
+
+if TYPE_CHECKING:
+    from longspan import huggingface as huggingface
+    from longspan import models as models
+    from longspan.huggingface import convert as convert
+    from longspan.huggingface import extend_positions as extend_positions
 
 __version__ = "0.1.0"
 
@@ -46,3 +55,23 @@ __all__ = [
     "yoso",
     "yoso_expectation",
 ]
+
+_MODULES = ("huggingface", "models")
+_IN_HUGGINGFACE = ("convert", "extend_positions")
+
+
+def __getattr__(name: str) -> Any:
+    """What needs transformers is imported when it is first asked for."""
+    if name not in _MODULES + _IN_HUGGINGFACE:
+        raise AttributeError(f"module 'longspan' has no attribute {name!r}")
+    try:
+        if name in _MODULES:
+            return importlib.import_module(f"longspan.{name}")
+        return getattr(importlib.import_module("longspan.huggingface"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ModuleNotFoundError(
+            f"longspan.{name} needs transformers: pip install 'longspan[huggingface]'",
+            name=error.name,
+        ) from None

@@ -13,6 +13,7 @@ from longspan import records
 
 EXTRAS = {
     "cuda": ("triton", "cuda-core"),
+    "huggingface": ("transformers", "safetensors"),
     "train": ("transformers", "accelerate", "tokenizers", "safetensors", "datasets"),
     "report": ("plotly", "jinja2", "matplotlib"),
 }

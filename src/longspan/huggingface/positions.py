@@ -1,0 +1,89 @@
+"""Room for longer inputs in models with learned absolute positions."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longspan.attention import checks
+
+HOWS = ("tile", "interpolate")
+
+
+def extend_positions(model: PreTrainedModel, length: int, how: str = "tile") -> PreTrainedModel:
+    """Let a model with learned absolute positions take `length` tokens, in place.
+
+    Rows that a model keeps for other things (RoBERTa's and YOSO's first two) stay where they are.
+    The configuration follows, so the longer model is saved and loaded as such; a tokenizer has its
+    own `model_max_length`.
+
+    Args:
+        model: BERT, RoBERTa, XLM-R, ALBERT, ELECTRA, DistilBERT, ESM, YOSO, Nyströmformer, or a
+            longspan model: any that has `nn.Embedding`s named `position_embeddings`.
+        length: tokens it shall take, no fewer than now.
+        how: "tile" repeats the trained positions, as the papers did to go from 512 to 4096;
+            "interpolate" stretches them.
+
+    Returns:
+        The model.
+    """
+    checks.integer("length", length, 1)
+    checks.choice("how", how, HOWS)
+    owners: list[Any] = [
+        module
+        for module in model.modules()
+        if isinstance(getattr(module, "position_embeddings", None), nn.Embedding)
+    ]
+    if not owners:
+        raise ValueError(
+            "model must have learned absolute positions (an nn.Embedding position_embeddings), got "
+            f"{type(model).__name__}; rotary positions need no extension, and vision models have "
+            "interpolate_pos_encoding"
+        )
+    for owner in owners:
+        old: nn.Embedding = owner.position_embeddings
+        kept = _kept_rows(owner)
+        trained = old.weight.shape[0] - kept
+        if length < trained:
+            raise ValueError(f"length must be at least {trained}, as it is now, got {length}")
+    with torch.no_grad():
+        for owner in owners:
+            _extend(owner, length, how)
+    # Some models count the rows kept for other things in this number, some do not.
+    model.config.max_position_embeddings += length - trained
+    return model
+
+
+def _kept_rows(owner: Any) -> int:
+    """Rows before the first position."""
+    if owner.position_embeddings.padding_idx is not None:
+        return owner.position_embeddings.padding_idx + 1
+    if isinstance(ids := getattr(owner, "position_ids", None), Tensor):
+        return int(ids.min())
+    return getattr(owner, "first_position", 0)
+
+
+def _extend(owner: Any, length: int, how: str) -> None:
+    old: nn.Embedding = owner.position_embeddings
+    kept = _kept_rows(owner)
+    head, body = old.weight[:kept], old.weight[kept:]
+    added = length - len(body)
+    if how == "tile":
+        place = torch.arange(length, device=body.device) % len(body)
+        rows = body[place]
+    else:
+        wide = body.T[None].float()  # (1, C, trained)
+        rows = F.interpolate(wide, size=length, mode="linear", align_corners=True)[0].T
+    weight = torch.cat([head, rows.to(old.weight.dtype)])
+    new = nn.Embedding(len(weight), weight.shape[1], old.padding_idx, _weight=weight)
+    new.weight.requires_grad_(old.weight.requires_grad)
+    owner.position_embeddings = new
+    # The tables of default ids are as long as the positions.
+    if isinstance(ids := getattr(owner, "position_ids", None), Tensor):
+        first = int(ids.min())
+        longer = torch.arange(first, first + ids.shape[1] + added, device=ids.device)
+        owner.position_ids = longer[None].to(ids.dtype)
+    if isinstance(ids := getattr(owner, "token_type_ids", None), Tensor):
+        owner.token_type_ids = ids.new_zeros(1, ids.shape[1] + added)

@@ -1,0 +1,74 @@
+"""What a model is made of, in one flat configuration."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from longspan.attention import checks
+from longspan.attention.methods import find
+
+NORMS = ("post", "pre")
+POSITIONS = ("learned", "rotary")
+POOLINGS = ("first", "mean")
+
+
+class LongspanConfig(PreTrainedConfig):
+    """Configuration of a longspan encoder.
+
+    Args:
+        method: a key of `longspan.METHODS`.
+        options: of the method's module: `{"num_hashes": 64, "conv_kernel": 33}`. Linformer's
+            `max_length` is `max_position_embeddings` unless given.
+        norm: "post" normalises after each residual sum (BERT), "pre" before each part.
+        embedding_size: width of the token embeddings where smaller than `hidden_size` (ALBERT).
+        positions: "learned" absolute embeddings, or "rotary" turns of queries and keys.
+        position_offset: first row of the learned positions in use; 2 in published checkpoints.
+        rotary_base: wavelengths of rotary positions run from 2π to about 2π · rotary_base.
+        pooling: what classifiers read: the "first" token, or the "mean" over valid tokens.
+
+    The others mean what they mean in BERT. There is no attention dropout: linear methods have no
+    weights to drop.
+    """
+
+    model_type = "longspan"
+
+    vocab_size: int = 30000
+    hidden_size: int = 768
+    embedding_size: int | None = None
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float = 0.1
+    max_position_embeddings: int = 4096
+    positions: str = "learned"
+    position_offset: int = 0
+    rotary_base: float = 10000.0
+    type_vocab_size: int = 2
+    layer_norm_eps: float = 1e-12
+    initializer_range: float = 0.02
+    norm: str = "post"
+    pooling: str = "first"
+    method: str = "yoso"
+    options: dict[str, Any] | None = None
+    pad_token_id: int | None = 0
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Check what is not checked elsewhere, once."""
+        self.options = dict(self.options or {})
+        find(self.method)
+        checks.choice("norm", self.norm, NORMS)
+        checks.choice("positions", self.positions, POSITIONS)
+        checks.choice("pooling", self.pooling, POOLINGS)
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                "hidden_size must be a multiple of num_attention_heads, "
+                f"got {self.hidden_size} and {self.num_attention_heads}"
+            )
+        if self.positions == "rotary" and self.hidden_size // self.num_attention_heads % 2:
+            raise ValueError(
+                "hidden_size / num_attention_heads must be even with rotary positions, "
+                f"got {self.hidden_size} / {self.num_attention_heads}"
+            )
+        super().__post_init__(**kwargs)
