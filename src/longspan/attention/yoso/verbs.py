@@ -358,7 +358,7 @@ def _table_dtype(x: Tensor) -> torch.dtype:
 
 
 def _group(channels: int) -> int:
-    """Lanes that hold a row in cuda.cu, eight channels each."""
+    """Lanes that hold a row in the CUDA sources, eight channels each."""
     return max(1, 1 << (-(-channels // 8) - 1).bit_length())
 
 
