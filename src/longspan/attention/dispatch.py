@@ -1,8 +1,11 @@
 """Reference or fused: one decision, with its reasons."""
 
+import functools
+import importlib.util
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from longspan.attention import checks
 
@@ -28,3 +31,36 @@ def select(
 def no_kernel(name: str, device: torch.device) -> list[str]:
     """The reason of a method whose kernels do not exist yet."""
     return [f"{name} has no fused kernel for {device.type} devices"]
+
+
+@functools.cache
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def why_not_triton(name: str, device: torch.device) -> list[str]:
+    """Why a method's Triton kernels cannot run on a device; empty where they can."""
+    if device.type != "cuda":
+        return no_kernel(name, device)
+    if not torch.cuda.is_available():
+        return [f"{name} needs an NVIDIA GPU, and torch sees none"]
+    reasons = []
+    if not _has("triton"):
+        reasons.append(f"{name} needs triton (pip install 'longspan[cuda]')")
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        reasons.append(f"{name} needs a GPU of compute capability 8.0 or newer")
+    return reasons
+
+
+def why_not_these(name: str, q: Tensor, v: Tensor, most: int) -> list[str]:
+    """Why Triton kernels for up to `most` channels cannot run on these tensors."""
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return [f"{name} has no fused kernel for {q.dtype}"]
+    if max(q.shape[3], v.shape[3]) > most:
+        return [f"{name} has no fused kernel for more than {most} channels of {q.dtype}"]
+    return []
+
+
+def nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The output for an empty batch: nothing to launch, and still a function of all three."""
+    return (q.sum() + k.sum()) * v.new_zeros(0, q.shape[1], q.shape[2], 1) * v.sum(2, True)

@@ -7,7 +7,7 @@ from longspan.attention import checks, dispatch
 from longspan.attention.base import own_precision
 from longspan.attention.module import Attention, SeededAttention
 from longspan.attention.random import Seed, draw_seed
-from longspan.attention.yoso import kernels, reference
+from longspan.attention.yoso import expectation, kernels, reference
 
 HASHINGS = ("gaussian", "hadamard")
 GRADIENTS = ("surrogate", "true")
@@ -21,7 +21,7 @@ def why_not_fused(device: torch.device) -> list[str]:
 
 def why_expectation_not_fused(device: torch.device) -> list[str]:
     """Why `yoso_expectation(..., impl="fused")` cannot run on a device; empty where it can."""
-    return dispatch.no_kernel("yoso_expectation", device)
+    return expectation.why_not(device)
 
 
 @own_precision
@@ -104,8 +104,13 @@ def yoso_expectation(
         (B, H, Nq, Dv) in the dtype of v.
     """
     _check(q, k, v, key_mask, hash_bits, gradient)
-    reasons = why_expectation_not_fused(q.device)
-    run = dispatch.select(impl, reference=reference.yoso_expectation, reasons=reasons)
+    reasons = why_expectation_not_fused(q.device) + expectation.why_not_these(q, v)
+    run = dispatch.select(
+        impl,
+        reference=reference.yoso_expectation,
+        fused=expectation.yoso_expectation,
+        reasons=reasons,
+    )
     return run(q, k, v, key_mask, hash_bits, gradient, normalize)
 
 
