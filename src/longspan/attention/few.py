@@ -9,7 +9,6 @@ the latter sums over runs of the many, whose parts are added up in one order. Sc
 of log₂ e.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.attention.tiles import arithmetic, load_rows, padded, store_rows
+from longspan.attention.tiles import LOG2E, arithmetic, load_rows, padded, store_rows
 
 PROGRAMS = 264  # two for each multiprocessor of a large GPU: as many runs as keep it busy
-LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)

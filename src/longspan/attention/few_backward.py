@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.attention.few import LOG2E, Config, _run, choose
-from longspan.attention.tiles import arithmetic, load_rows, padded, store_rows
+from longspan.attention.few import Config, _run, choose
+from longspan.attention.tiles import LOG2E, arithmetic, load_rows, padded, store_rows
 
 
 @triton.jit

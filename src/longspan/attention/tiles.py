@@ -4,11 +4,14 @@ A kernel sees x (B, H, N, D) through the pointer to a head and the stride of its
 next to each other and are padded to DP, a power of two, with zeros.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+LOG2E = math.log2(math.e)  # softmaxes are taken in powers of two
 INTERPRETED = triton.knobs.runtime.interpret  # on the CPU, where there is no PTX
 
 

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.attention.few import LOG2E
-from longspan.attention.tiles import arithmetic, load_rows, padded, store_rows
+from longspan.attention.tiles import LOG2E, arithmetic, load_rows, padded, store_rows
 
 MAX_LANDMARKS = 128  # products of more are left to torch, which spreads them over the GPU
 PROGRAMS = 264  # heads at a time, each with its scratch
