@@ -263,7 +263,7 @@ def _unroll(
         at = dw + bh * few * E
         for _ in range(runs):
             total += load_rows(at, f, E, ok, E, EP)
-            at += groups.to(tl.int64) * few * E
+            at += tl.cast(groups, tl.int64) * few * E
         if UNEVEN:
             alone = tl.load(k_length + bh // heads) <= few
             store_rows(table_v + bh * few * E, f, E, ok, tl.where(alone, total, 0.0), E, EP)
@@ -327,7 +327,7 @@ def _landmark_gradients(
         at = dk + here
         for _ in range(runs):
             to_k += load_rows(at, f, D, ok, D, DP)
-            at += groups.to(tl.int64) * few * D
+            at += tl.cast(groups, tl.int64) * few * D
         length = tl.cast(keys, tl.int64)
         if UNEVEN:
             length = tl.load(k_length + bh // heads).to(tl.int64)
