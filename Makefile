@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-transformers test-gpu bench-gpu lint clean
+.PHONY: help demo test test-transformers test-gpu bench-gpu bench-fused lint clean
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 20
@@ -46,6 +46,9 @@ test-gpu:        ## Run the tests that need an NVIDIA GPU
 bench-gpu:       ## Time YOSO beside exact attention on an NVIDIA GPU; rows, tables, plot go to results/
 	@$(call on_gpu,nothing was measured,longspan.bench.gpu results/yoso-gpu.jsonl && \
 	  PYTHONPATH=src $(GPU_PYTHON) -m longspan.report.gpu results/yoso-gpu.jsonl)
+
+bench-fused: ## Time the Triton methods beside exact attention on an NVIDIA GPU; rows go to results/
+	@$(call on_gpu,nothing was measured,longspan.bench.gpu_fused results/fused-gpu.jsonl)
 
 lint: $(READY)   ## Check style, types and the direction of imports
 	@$(BIN)/ruff check .

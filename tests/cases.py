@@ -86,3 +86,32 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     actual, expected = actual.detach().double(), expected.detach().double().to(actual.device)
     error = (actual - expected).norm() / expected.norm().clamp(min=1e-300)
     return float(error.nan_to_num(torch.inf))
+
+
+def held_to_the_reference(
+    attend, case, masked, dtype, floor=lambda name, exact: 0, learned=None, **options
+):
+    """On a GPU: at most twice as wrong, against float64, as the reference in the same dtype.
+
+    `floor(name, exact)` is what rounding may add where the reference happens to round less.
+    `learned` are tensors by keyword that have gradients too.
+    """
+    learned = learned or {}
+    case = {"batch": 2, "heads": 2, **case}
+    q, k, v = qkv(**case, dtype=dtype, device="cuda")
+    if masked:
+        options["key_mask"] = torch.rand(case["batch"], k.shape[2], device="cuda") < 0.7
+    g = torch.randn(*q.shape[:3], v.shape[3], device="cuda").to(dtype)
+    results = []
+    for impl, wide in (("fused", dtype), ("reference", dtype), ("reference", torch.float64)):
+        given = (q, k, v, *learned.values())
+        leaves = [x.to(wide).detach().clone().requires_grad_() for x in given]
+        more = dict(zip(learned, leaves[3:], strict=True))
+        y = attend(*leaves[:3], impl=impl, **more, **options)
+        results.append([y, *torch.autograd.grad(y, leaves, g.to(wide))])
+    names = "y", "dq", "dk", "dv", *learned
+    exact = dict(zip(names, results[2], strict=True))
+    for name, kernel, plain in zip(names, *results[:2], strict=True):
+        error, usual = ((x.double() - exact[name]).norm() for x in (kernel, plain))
+        said = [float(x / exact[name].norm()) for x in (error, usual)]
+        assert error <= 2 * usual + floor(name, exact), (name, *said)

@@ -5,7 +5,7 @@ import torch
 
 import longspan
 from longspan import records
-from longspan.bench import MODES, Case, Timing, gpu, measure, timing_row
+from longspan.bench import MODES, Case, Timing, gpu, gpu_fused, measure, timing_row
 from longspan.bench.cases import _draw
 
 
@@ -191,3 +191,24 @@ def test_gpu_rows_of_another_gpu_do_not_count(small_gpu, tmp_path, monkeypatch):
 def test_gpu_command_says_that_it_needs_one():
     with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
         gpu.main(["--lengths", "512", "--only", "yoso"])
+
+
+@pytest.mark.parametrize(("length", "heads"), [(512, 512), (4096, 64), (131072, 8)])
+def test_fused_rows_compare_equal_work_at_every_length(length, heads):
+    cases = {name: case for name, case, _ in gpu_fused.contenders(length, list(gpu_fused.METHODS))}
+    assert list(cases)[:3] == ["softmax cuDNN", "softmax flash", "yoso_expectation fused"]
+    assert ("yoso_expectation reference" in cases) == (length <= 4096)
+    assert {(c.length, c.heads, c.dtype, c.device) for c in cases.values()} == {
+        (length, heads, "bfloat16", "cuda")
+    }
+
+
+def test_the_peer_computes_what_nystrom_does():
+    """Its init is the original one."""
+    pytest.importorskip("transformers", reason="needs transformers, from the extra [train]")
+    q, k, v = (torch.randn(2, 256, 4 * 16) for _ in range(3))
+    (actual,) = gpu_fused.hugging_face(q, k, v, heads=4)(q)
+    q, k, v, actual = (x.unflatten(2, (4, 16)).transpose(1, 2) for x in (q, k, v, actual))
+    expected = longspan.nystrom(q, k, v, num_landmarks=gpu_fused.LANDMARKS, init="original")
+    # The same float32 products, in another order; the inverse amplifies their rounding.
+    assert (actual - expected).norm() < 1e-3 * expected.norm()

@@ -1,8 +1,11 @@
 """Reference or fused: one decision, with its reasons."""
 
+import functools
+import importlib.util
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from longspan.attention import checks
 
@@ -10,14 +13,20 @@ IMPLEMENTATIONS = ("auto", "fused", "reference")
 
 
 def select(
-    impl: str, *, reference: Callable, fused: Callable | None = None, reasons: list[str]
+    impl: str,
+    *,
+    reference: Callable,
+    fused: Callable | None = None,
+    reasons: list[str],
+    on_trial: bool = False,
 ) -> Callable:
     """Return the implementation to call; `reasons` says why `fused` cannot run here.
 
-    `"auto"` takes the fused one where it can run; an explicit request never falls back.
+    `"auto"` takes the fused one where it can run, unless it is on trial: not measured on a GPU yet.
+    An explicit request never falls back.
     """
     checks.choice("impl", impl, IMPLEMENTATIONS)
-    if impl == "reference" or (impl == "auto" and reasons):
+    if impl == "reference" or (impl == "auto" and (reasons or on_trial)):
         return reference
     if reasons:
         raise NotImplementedError(f"impl='fused' cannot run: {'; '.join(reasons)}")
@@ -28,3 +37,36 @@ def select(
 def no_kernel(name: str, device: torch.device) -> list[str]:
     """The reason of a method whose kernels do not exist yet."""
     return [f"{name} has no fused kernel for {device.type} devices"]
+
+
+@functools.cache
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def why_not_triton(name: str, device: torch.device) -> list[str]:
+    """Why a method's Triton kernels cannot run on a device; empty where they can."""
+    if device.type != "cuda":
+        return no_kernel(name, device)
+    if not torch.cuda.is_available():
+        return [f"{name} needs an NVIDIA GPU, and torch sees none"]
+    reasons = []
+    if not _has("triton"):
+        reasons.append(f"{name} needs triton (pip install 'longspan[cuda]')")
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        reasons.append(f"{name} needs a GPU of compute capability 8.0 or newer")
+    return reasons
+
+
+def why_not_these(name: str, q: Tensor, v: Tensor, most: int) -> list[str]:
+    """Why Triton kernels for up to `most` channels cannot run on these tensors."""
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return [f"{name} has no fused kernel for {q.dtype}"]
+    if max(q.shape[3], v.shape[3]) > most:
+        return [f"{name} has no fused kernel for more than {most} channels of {q.dtype}"]
+    return []
+
+
+def nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The output for an empty batch: nothing to launch, and still a function of all three."""
+    return (q.sum() + k.sum()) * v.new_zeros(0, q.shape[1], q.shape[2], 1) * v.sum(2, True)

@@ -17,6 +17,7 @@ from longspan.attention.reformer import ReformerAttention, reformer
 from longspan.attention.softmax import SoftmaxAttention, softmax
 from longspan.attention.strided import StridedAttention, strided
 from longspan.attention.window import WindowAttention, window
+from longspan.attention.window import why_not_fused as why_not_window
 from longspan.attention.yoso import (
     YosoAttention,
     YosoExpectationAttention,
@@ -58,6 +59,7 @@ METHODS: dict[str, Method] = {
         paper="2004.05150",
         summary="Each token sees its neighbours (Longformer).",
         no_causal=_BOTH_WAYS,
+        why_not_fused=why_not_window,
     ),
     "strided": Method(
         strided,

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from longspan.attention import checks, dispatch
 from longspan.attention.base import exact, own_precision
-from longspan.attention.linformer import reference
+from longspan.attention.linformer import kernels, reference
 from longspan.attention.linformer.projection import KINDS, SequenceProjection
 from longspan.attention.module import Attention
 
@@ -14,7 +14,7 @@ SHARINGS = ("none", "headwise", "key-value", "layerwise")
 
 def why_not_fused(device: torch.device) -> list[str]:
     """Why `impl="fused"` cannot run on a device; empty where it can."""
-    return dispatch.no_kernel("linformer", device)
+    return kernels.why_not(device)
 
 
 @own_precision
@@ -64,7 +64,10 @@ def linformer(
             "value_projection must project to the length of key_projection "
             f"({key_projection.shape[-2]}), got {value_projection.shape[-2]}"
         )
-    run = dispatch.select(impl, reference=reference.linformer, reasons=why_not_fused(q.device))
+    reasons = why_not_fused(q.device) + kernels.why_not_these(q, v)
+    run = dispatch.select(
+        impl, reference=reference.linformer, fused=kernels.linformer, reasons=reasons, on_trial=True
+    )
     return run(q, k, v, key_projection, value_projection, key_mask, scale)
 
 
@@ -126,5 +129,6 @@ class LinformerAttention(Attention):
             return linformer(q, k, v, e, f, key_mask=key_mask, **self.options)
         short_k, visible = self.key_projection(k, key_mask)
         short_v, _ = self.value_projection(v, key_mask)
-        dispatch.select(self.options["impl"], reference=exact, reasons=why_not_fused(q.device))
+        reasons = [f"linformer has no fused kernel for projection={self.key_projection.kind!r}"]
+        dispatch.select(self.options["impl"], reference=exact, reasons=reasons)
         return exact(q, short_k, short_v, visible[:, None, None, :], self.options["scale"])

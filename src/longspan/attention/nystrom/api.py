@@ -6,14 +6,14 @@ from torch import Tensor
 from longspan.attention import checks, dispatch
 from longspan.attention.base import own_precision
 from longspan.attention.module import Attention
-from longspan.attention.nystrom import reference
+from longspan.attention.nystrom import kernels, reference
 
 INITS = ("exact", "original")
 
 
 def why_not_fused(device: torch.device) -> list[str]:
     """Why `impl="fused"` cannot run on a device; empty where it can."""
-    return dispatch.no_kernel("nystrom", device)
+    return kernels.why_not(device)
 
 
 @own_precision
@@ -57,7 +57,10 @@ def nystrom(
     checks.integer("num_iterations", num_iterations, 1)
     checks.choice("init", init, INITS)
     checks.scale(scale)
-    run = dispatch.select(impl, reference=reference.nystrom, reasons=why_not_fused(q.device))
+    reasons = why_not_fused(q.device) + kernels.why_not_these(q, v, num_landmarks)
+    run = dispatch.select(
+        impl, reference=reference.nystrom, fused=kernels.nystrom, reasons=reasons, on_trial=True
+    )
     return run(q, k, v, key_mask, num_landmarks, num_iterations, init, scale)
 
 

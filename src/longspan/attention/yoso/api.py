@@ -9,11 +9,12 @@ from longspan.attention import checks, dispatch
 from longspan.attention.base import own_precision
 from longspan.attention.module import Attention, SeededAttention
 from longspan.attention.random import Seed, draw_seed
-from longspan.attention.yoso import kernels, reference
+from longspan.attention.yoso import expectation, kernels, reference
 
 HASHINGS = ("gaussian", "hadamard")
 GRADIENTS = ("surrogate", "true")
 MAX_HASH_BITS = 16
+EXPECTATION_ON_TRIAL = True  # its kernel has not been measured on a GPU yet
 EXACT_BELOW = 2048  # keys under which a fused `yoso_expectation` is faster than sampling
 EXACT_OPTIONS = ("hash_bits", "gradient", "normalize", "impl")
 
@@ -25,7 +26,7 @@ def why_not_fused(device: torch.device) -> list[str]:
 
 def why_expectation_not_fused(device: torch.device) -> list[str]:
     """Why `yoso_expectation(..., impl="fused")` cannot run on a device; empty where it can."""
-    return dispatch.no_kernel("yoso_expectation", device)
+    return expectation.why_not(device)
 
 
 @own_precision
@@ -117,8 +118,14 @@ def yoso_expectation(
         (B, H, Nq, Dv) in the dtype of v.
     """
     _check(q, k, v, key_mask, hash_bits, gradient)
-    reasons = why_expectation_not_fused(q.device)
-    run = dispatch.select(impl, reference=reference.yoso_expectation, reasons=reasons)
+    reasons = why_expectation_not_fused(q.device) + expectation.why_not_these(q, v)
+    run = dispatch.select(
+        impl,
+        reference=reference.yoso_expectation,
+        fused=expectation.yoso_expectation,
+        reasons=reasons,
+        on_trial=EXPECTATION_ON_TRIAL,
+    )
     return run(q, k, v, key_mask, hash_bits, gradient, normalize)
 
 
@@ -139,8 +146,8 @@ class YosoAttention(SeededAttention):
         exact_below: tokens. Fewer keys than this, padding included, are not sampled: the module is
             then `yoso_expectation` with the same `hash_bits`, `gradient`, `normalize` and `impl`,
             in training and in eval, and draws no seed. 0 always samples. None takes the measured
-            crossover: 2,048 where `yoso_expectation` has a fused kernel, below which it is faster
-            than sampling and free of its noise, and 0 elsewhere.
+            crossover: 2,048 where `yoso_expectation` has a fused kernel that "auto" chooses, below
+            which it is faster than sampling and free of its noise, and 0 elsewhere.
         conv_kernel: as in every module, see `Attention`.
         options: of `yoso`, which itself samples at every length.
     """
@@ -164,7 +171,8 @@ class YosoAttention(SeededAttention):
         """The sample, or under `exact_below` keys what it estimates."""
         exact_below = self.exact_below
         if exact_below is None:
-            exact_below = 0 if why_expectation_not_fused(q.device) else EXACT_BELOW
+            slow = EXPECTATION_ON_TRIAL or why_expectation_not_fused(q.device)
+            exact_below = 0 if slow else EXACT_BELOW
         if k.shape[2] >= exact_below:
             return super().attend(q, k, v, key_mask)
         options = {name: self.options[name] for name in EXACT_OPTIONS if name in self.options}

@@ -1,41 +1,19 @@
-"""Sliding-window attention (Longformer, Beltagy et al. 2020): token i sees |i − j| ≤ window."""
+"""Window attention in plain torch, blocks of one window beside their neighbours: the specification.
+
+output_i = Σ_j p_ij v_j over |i − j| ≤ window, p the softmax of scale · q_i·k_j over those keys.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.attention import checks
-from longspan.attention.base import exact, hide, own_precision
-from longspan.attention.module import Attention
+from longspan.attention.base import exact, hide
 
 
-@own_precision
 def window(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    key_mask: Tensor | None = None,
-    window: int = 128,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, window: int, scale: float | None
 ) -> Tensor:
-    """Softmax attention over the keys at most `window` places away: O(N · window).
-
-    Args:
-        q: queries (B, H, Nq, D). Query i stands at place i, also where Nq ≠ Nk.
-        k: keys (B, H, Nk, D).
-        v: values (B, H, Nk, Dv).
-        key_mask: boolean (B, Nk), true = attend.
-        window: places seen on each side; 128 is Longformer-257.
-        scale: factor of the scores, 1/√D by default.
-
-    Returns:
-        (B, H, Nq, Dv) in the dtype of v.
-    """
-    checks.qkv(q, k, v)
-    checks.key_mask(key_mask, k)
-    checks.integer("window", window, 0)
-    checks.scale(scale)
+    """Arguments as in `longspan.window`."""
     batch, _, queries, _ = q.shape
     keys = k.shape[2]
     size = max(window, 1)
@@ -57,9 +35,3 @@ def _neighbourhoods(x: Tensor, blocks: int, size: int) -> Tensor:
     """(B, H, N, D) → (B, H, blocks, 3 size, D): each block between its neighbours."""
     after = (blocks + 1) * size - x.shape[2]
     return F.pad(x, (0, 0, size, after)).unfold(2, 3 * size, size).mT
-
-
-class WindowAttention(Attention):
-    """`window` as a module."""
-
-    function = staticmethod(window)

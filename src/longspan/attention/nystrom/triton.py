@@ -1,0 +1,425 @@
+"""The verbs of Nyström attention that are its own, in Triton: landmarks, and the iterated inverse.
+
+One program does all of a head's work on matrices of landmarks by landmarks: products of F × F
+float32 matrices in a scratch of its own, small enough to stay in the caches, one after the other.
+The backward runs the iteration again, keeps the iterates, and walks back. F is the landmarks padded
+with zeros to a power of two: a zero row and column of A stay zero in every Z.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longspan.attention.tiles import LOG2E, arithmetic, load_rows, padded, store_rows
+
+MAX_LANDMARKS = 128  # products of more are left to torch, which spreads them over the GPU
+PROGRAMS = 264  # heads at a time, each with its scratch
+# By padded landmarks: warps, and the inner length of a product's step.
+CONFIGS = {16: (1, 16), 32: (2, 32), 64: (4, 32), 128: (8, 32)}
+
+
+@triton.jit
+def _sizes(length, j, few):
+    """Tokens of segment j when `length` of them are cut into `few`."""
+    length = length.to(tl.int64)
+    return ((j + 1) * length + few - 1) // few - (j * length + few - 1) // few
+
+
+@triton.jit
+def _segment_means(
+    x, mask, first, last, length, out, heads, tokens, few, stride_b, stride_h, stride_n,
+    MASKED: tl.constexpr, UNEVEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    bh = (tl.program_id(0) // few).to(tl.int64)
+    j = (tl.program_id(0) % few).to(tl.int64)
+    if UNEVEN:
+        begin = tl.load(first + bh // heads * few + j).to(tl.int32)
+        end = tl.load(last + bh // heads * few + j).to(tl.int32)
+        size = _sizes(tl.load(length + bh // heads), j, few)
+    else:
+        begin = ((j * tokens + few - 1) // few).to(tl.int32)
+        end = (((j + 1) * tokens + few - 1) // few).to(tl.int32)
+        size = end - begin
+    x += bh // heads * stride_b + bh % heads * stride_h + begin.to(tl.int64) * stride_n
+    r = tl.arange(0, R)
+    total = tl.zeros((R, DP), tl.float32)
+    for start in range(begin, end, R):
+        there = start + r < end
+        if MASKED:
+            there &= tl.load(mask + bh // heads * tokens + start + r, mask=there, other=0) != 0
+        total += load_rows(x, r, stride_n, there, D, DP).to(tl.float32)
+        x += R * stride_n
+    d = tl.arange(0, DP)
+    mean = tl.sum(total, axis=0) / tl.maximum(size, 1).to(tl.float32)
+    tl.store(out + (bh * few + j) * D + d, mean, mask=d < D)
+
+
+def segment_means(
+    x: Tensor, mask: Tensor | None, few: int, bounds: tuple[Tensor, Tensor, Tensor] | None
+) -> Tensor:
+    """Means (B, H, F, D) in float32 over the runs of tokens of `bounds`, or over even ones.
+
+    `bounds`: first tokens and last plus one (B, F), valid tokens (B,).
+    """
+    batch, heads, tokens, channels = x.shape
+    out = torch.empty(batch, heads, few, channels, dtype=torch.float32, device=x.device)
+    size = min(max(16, triton.next_power_of_2(triton.cdiv(tokens, few))), 64)
+    _segment_means[(batch * heads * few,)](
+        x, x if mask is None else mask, *(bounds or (x, x, x)), out, heads, tokens, few,
+        *x.stride()[:3], MASKED=mask is not None, UNEVEN=bounds is not None,
+        D=channels, DP=padded(channels), R=size, num_warps=2,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _matmul(
+    x, y, rows, inner, columns,
+    XI: tl.constexpr, XK: tl.constexpr, YK: tl.constexpr, YJ: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Σ_k x[i XI + k XK] y[k YK + j YJ], (R, C): transposed by exchanging strides."""
+    i, j, k = tl.arange(0, R), tl.arange(0, C), tl.arange(0, K)
+    total = tl.zeros((R, C), tl.float32)
+    for start in range(0, inner, K):
+        there = start + k < inner
+        left = tl.load(
+            x + i[:, None] * XI + (start + k)[None, :] * XK,
+            mask=(i < rows)[:, None] & there[None, :],
+            other=0,
+        )
+        right = tl.load(
+            y + (start + k)[:, None] * YK + j[None, :] * YJ,
+            mask=there[:, None] & (j < columns)[None, :],
+            other=0,
+        )
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def _put(out, value, F: tl.constexpr):
+    """Store a matrix for all threads to read."""
+    f = tl.arange(0, F)
+    tl.debug_barrier()
+    tl.store(out + f[:, None] * F + f[None, :], value)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _get(x, F: tl.constexpr):
+    f = tl.arange(0, F)
+    return tl.load(x + f[:, None] * F + f[None, :])
+
+
+@triton.jit
+def _product(
+    x, y, out, factor, diagonal, other, other_factor, few,
+    X_T: tl.constexpr, Y_T: tl.constexpr, ADD: tl.constexpr,
+    F: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out = factor · x y + diagonal · I + other_factor · other, x and y transposed at will.
+
+    `out` may be `other`, but neither x nor y.
+    """
+    XI: tl.constexpr = 1 if X_T else F
+    XK: tl.constexpr = F if X_T else 1
+    YK: tl.constexpr = 1 if Y_T else F
+    YJ: tl.constexpr = F if Y_T else 1
+    f = tl.arange(0, F)
+    total = factor * _matmul(x, y, F, few, F, XI, XK, YK, YJ, F, F, K, PRECISION)
+    total += tl.where((f[:, None] == f[None, :]) & (f < few)[None, :], diagonal, 0.0)
+    if ADD:
+        total += other_factor * _get(other, F)
+    _put(out, total, F)
+
+
+@triton.jit
+def _landmark_softmax(
+    q, k, q_length, k_length, bh, heads, few, scale, out,
+    UNEVEN: tl.constexpr, D: tl.constexpr, F: tl.constexpr, K: tl.constexpr,
+    PRECISION: tl.constexpr, LOG2E: tl.constexpr,
+):  # fmt: skip
+    """A = softmax(scale · q̃ k̃ᵀ), with a zero row or column for an empty landmark; kept in `out`."""
+    f = tl.arange(0, F)
+    q_there = f < few
+    k_there = q_there
+    if UNEVEN:
+        q_there &= _sizes(tl.load(q_length + bh // heads), f, few) > 0
+        k_there &= _sizes(tl.load(k_length + bh // heads), f, few) > 0
+    at = bh * few * D
+    score = _matmul(q + at, k + at, few, D, few, D, 1, 1, D, F, F, K, PRECISION)
+    score = tl.where(k_there[None, :], score * (scale * LOG2E), -float("inf"))
+    top = tl.max(score, axis=1)
+    p = tl.exp2(score - tl.where(top == -float("inf"), 0.0, top)[:, None])
+    mass = tl.sum(p, axis=1)
+    p = p / tl.where(mass == 0, 1.0, mass)[:, None]
+    p = tl.where(q_there[:, None], p, 0.0)
+    _put(out, p, F)
+    return p
+
+
+@triton.jit
+def _norm(a):
+    """‖A‖₁ ‖A‖∞."""
+    return tl.max(tl.sum(a, axis=0), axis=0) * tl.max(tl.sum(a, axis=1), axis=0)
+
+
+@triton.jit
+def _step(
+    a, z, x, m2, m3, few, F: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """X = A Z, M₂ = 15 I − X (7 I − X) and M₃ = 13 I − X M₂."""
+    _product(a, z, x, 1.0, 0.0, x, 0.0, few, False, False, False, F, K, PRECISION)
+    _product(x, x, m2, 1.0, 15.0, x, -7.0, few, False, False, True, F, K, PRECISION)
+    _product(x, m2, m3, -1.0, 13.0, x, 0.0, few, False, False, False, F, K, PRECISION)
+
+
+@triton.jit
+def _norms(
+    q, k, q_length, k_length, scratch, out, groups, heads, few, scale, UNEVEN: tl.constexpr,
+    D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+    LOG2E: tl.constexpr,
+):  # fmt: skip
+    scratch += tl.program_id(0).to(tl.int64) * F * F
+    for head in range(tl.program_id(0), groups, tl.num_programs(0)):
+        bh = tl.cast(head, tl.int64)
+        a = _landmark_softmax(
+            q, k, q_length, k_length, bh, heads, few, scale, scratch,
+            UNEVEN, D, F, K, PRECISION, LOG2E,
+        )  # fmt: skip
+        tl.store(out + bh, _norm(a))
+
+
+@triton.jit
+def _solve(
+    q, k, bv, v, q_length, k_length, first, norms, scratch, out, groups, heads, few, scale,
+    v_b, v_h, v_n, GIVEN: tl.constexpr, UNEVEN: tl.constexpr, STEPS: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr,
+    D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+    LOG2E: tl.constexpr,
+):  # fmt: skip
+    """Z (B v) of a head; the values themselves where every key is a landmark."""
+    f = tl.arange(0, F)
+    a = scratch + tl.program_id(0).to(tl.int64) * 6 * F * F
+    z, new, x, m2, m3 = a + F * F, a + 2 * F * F, a + 3 * F * F, a + 4 * F * F, a + 5 * F * F
+    for head in range(tl.program_id(0), groups, tl.num_programs(0)):
+        bh = tl.cast(head, tl.int64)
+        p = _landmark_softmax(
+            q, k, q_length, k_length, bh, heads, few, scale, a,
+            UNEVEN, D, F, K, PRECISION, LOG2E,
+        )  # fmt: skip
+        norm = tl.load(norms + bh) if GIVEN else _norm(p)
+        _put(z, tl.trans(p) / tl.where(norm == 0, 1.0, norm), F)
+        for _ in range(STEPS):
+            _step(a, z, x, m2, m3, few, F, K, PRECISION)
+            _product(z, m3, new, 0.25, 0.0, x, 0.0, few, False, False, False, F, K, PRECISION)
+            z, new = new, z
+        result = _matmul(z, bv + bh * few * E, F, few, E, F, 1, E, 1, F, EP, K, PRECISION)
+        if UNEVEN:
+            length = tl.load(k_length + bh // heads)
+            there = (f < tl.where(length <= few, few, 0)) & (_sizes(length, f, few) > 0)
+            row = tl.load(first + bh // heads * few + f, mask=there, other=0).to(tl.int64)
+            own = load_rows(v + bh // heads * v_b + bh % heads * v_h, row, v_n, there, E, EP)
+            result = tl.where(length <= few, own.to(tl.float32), result)
+        store_rows(out + bh * few * E, f, E, f < few, result, E, EP)
+
+
+@triton.jit
+def _unroll(
+    q, k, bv, dw, q_length, k_length, norms, scratch, g, dbv, delta, da, dnorm, table_v,
+    groups, heads, few, runs, scale,
+    GIVEN: tl.constexpr, UNEVEN: tl.constexpr, STEPS: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr,
+    D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+    LOG2E: tl.constexpr,
+):  # fmt: skip
+    """From the parts of the gradient of Z (B v): those of B v, of A, of the norm it starts from."""
+    f = tl.arange(0, F)
+    ok = f < few
+    size: tl.constexpr = F * F
+    a = scratch + tl.program_id(0).to(tl.int64) * (STEPS + 9) * size
+    x, m2, m3, dm3, dm2 = a + size, a + 2 * size, a + 3 * size, a + 4 * size, a + 5 * size
+    dx, dz, part, kept = a + 6 * size, a + 7 * size, a + 8 * size, a + 9 * size
+    for head in range(tl.program_id(0), groups, tl.num_programs(0)):
+        bh = tl.cast(head, tl.int64)
+        p = _landmark_softmax(
+            q, k, q_length, k_length, bh, heads, few, scale, a,
+            UNEVEN, D, F, K, PRECISION, LOG2E,
+        )  # fmt: skip
+        norm = tl.load(norms + bh) if GIVEN else _norm(p)
+        norm = tl.where(norm == 0, 1.0, norm)
+        _put(kept, tl.trans(p) / norm, F)
+        for step in range(STEPS):
+            z = kept + step * size
+            _step(a, z, x, m2, m3, few, F, K, PRECISION)
+            young = z + size
+            if step == STEPS - 1:
+                young = dz  # the result: not needed again once the gradient has started
+            _product(z, m3, young, 0.25, 0.0, x, 0.0, few, False, False, False, F, K, PRECISION)
+
+        total = tl.zeros((F, EP), tl.float32)
+        at = dw + bh * few * E
+        for _ in range(runs):
+            total += load_rows(at, f, E, ok, E, EP)
+            at += tl.cast(groups, tl.int64) * few * E
+        if UNEVEN:
+            alone = tl.load(k_length + bh // heads) <= few
+            store_rows(table_v + bh * few * E, f, E, ok, tl.where(alone, total, 0.0), E, EP)
+            total = tl.where(alone, 0.0, total)
+        here = bh * few * E
+        store_rows(g + here, f, E, ok, total, E, EP)
+        tl.debug_barrier()
+        to_bv = _matmul(dz, g + here, F, few, E, 1, F, E, 1, F, EP, K, PRECISION)
+        store_rows(dbv + here, f, E, ok, to_bv, E, EP)
+        values = load_rows(bv + here, f, E, ok, E, EP)
+        tl.store(delta + bh * few + f, tl.sum(to_bv * values, axis=1), mask=ok)
+        first = _matmul(g + here, bv + here, few, E, few, E, 1, 1, E, F, F, K, PRECISION)
+        _put(dz, first, F)
+
+        to_a = da + bh * size
+        _put(to_a, tl.zeros((F, F), tl.float32), F)
+        for back in range(STEPS):
+            z = kept + (STEPS - 1 - back) * size
+            _step(a, z, x, m2, m3, few, F, K, PRECISION)
+            _product(z, dz, dm3, 0.25, 0.0, x, 0.0, few, True, False, False, F, K, PRECISION)
+            _product(dz, m3, part, 0.25, 0.0, x, 0.0, few, False, True, False, F, K, PRECISION)
+            _product(x, dm3, dm2, -1.0, 0.0, x, 0.0, few, True, False, False, F, K, PRECISION)
+            _product(dm3, m2, dx, -1.0, 0.0, dm2, -7.0, few, False, True, True, F, K, PRECISION)
+            _product(dm2, x, dx, 1.0, 0.0, dx, 1.0, few, False, True, True, F, K, PRECISION)
+            _product(x, dm2, dx, 1.0, 0.0, dx, 1.0, few, True, False, True, F, K, PRECISION)
+            _product(dx, z, to_a, 1.0, 0.0, to_a, 1.0, few, False, True, True, F, K, PRECISION)
+            _product(a, dx, dz, 1.0, 0.0, part, 1.0, few, True, False, True, F, K, PRECISION)
+        start = tl.trans(_get(dz, F))
+        _put(to_a, _get(to_a, F) + start / norm, F)
+        tl.store(dnorm + bh, -tl.sum(tl.sum(start * p, axis=1), axis=0) / (norm * norm))
+
+
+@triton.jit
+def _landmark_gradients(
+    q, k, da, dnorm, dk, q_length, k_length, scratch, dq, table_k,
+    groups, heads, few, runs, keys, scale, UNEVEN: tl.constexpr, DP: tl.constexpr,
+    D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+    LOG2E: tl.constexpr,
+):  # fmt: skip
+    """Back through the norm and the softmax of A: dq̃, and dk̃ with its other parts, by token."""
+    f = tl.arange(0, F)
+    ok = f < few
+    scratch += tl.program_id(0).to(tl.int64) * F * F
+    for head in range(tl.program_id(0), groups, tl.num_programs(0)):
+        bh = tl.cast(head, tl.int64)
+        a = _landmark_softmax(
+            q, k, q_length, k_length, bh, heads, few, scale, scratch,
+            UNEVEN, D, F, K, PRECISION, LOG2E,
+        )  # fmt: skip
+        g = _get(da + bh * F * F, F)
+        # A row's sum is 1 whatever its scores: only the largest column of the norm has a gradient.
+        columns = tl.sum(a, axis=0)
+        highest = (columns == tl.max(columns, axis=0)).to(tl.float32)
+        share = tl.load(dnorm + bh) * tl.max(tl.sum(a, axis=1), axis=0) / tl.sum(highest, axis=0)
+        g += (highest * share)[None, :]
+        _put(scratch, a * (g - tl.sum(a * g, axis=1)[:, None]) * scale, F)
+        here = bh * few * D
+        to_q = _matmul(scratch, k + here, F, few, D, F, 1, D, 1, F, DP, K, PRECISION)
+        store_rows(dq + here, f, D, ok, to_q, D, DP)
+        to_k = _matmul(scratch, q + here, F, few, D, 1, F, D, 1, F, DP, K, PRECISION)
+        at = dk + here
+        for _ in range(runs):
+            to_k += load_rows(at, f, D, ok, D, DP)
+            at += tl.cast(groups, tl.int64) * few * D
+        length = tl.cast(keys, tl.int64)
+        if UNEVEN:
+            length = tl.load(k_length + bh // heads).to(tl.int64)
+        size = tl.maximum(_sizes(length, f, few), 1).to(tl.float32)
+        store_rows(table_k + here, f, D, ok, to_k / size[:, None], D, DP)
+
+
+Lengths = tuple[Tensor, Tensor] | None
+
+
+def _shared(q_means: Tensor, dtype: torch.dtype, matrices: int) -> tuple[int, Tensor, dict]:
+    """Programs, their scratch, and what every kernel here is told."""
+    batch, heads, few, channels = q_means.shape
+    size = padded(few)
+    warps, inner = CONFIGS[size]
+    programs = min(PROGRAMS, batch * heads)
+    options = dict(
+        D=channels, F=size, K=16 if dtype == torch.float32 else inner,
+        PRECISION=arithmetic(dtype), LOG2E=LOG2E,
+        num_warps=warps, num_stages=1,
+    )  # fmt: skip
+    return programs, q_means.new_empty(programs, matrices, size, size), options
+
+
+def norms(
+    q_means: Tensor, k_means: Tensor, lengths: Lengths, scale: float, dtype: torch.dtype
+) -> Tensor:
+    """‖A‖₁ ‖A‖∞ of every head, (B, H)."""
+    batch, heads, few, _ = q_means.shape
+    out = q_means.new_empty(batch, heads)
+    programs, scratch, shared = _shared(q_means, dtype, 1)
+    _norms[(programs,)](
+        q_means, k_means, *(lengths or (out, out)), scratch, out, batch * heads, heads, few,
+        float(scale), UNEVEN=lengths is not None, **shared,
+    )  # fmt: skip
+    return out
+
+
+def solve(
+    q_means: Tensor, k_means: Tensor, bv: Tensor, v: Tensor, lengths: Lengths,
+    first: Tensor | None, given: Tensor | None, num_iterations: int, scale: float,
+) -> Tensor:  # fmt: skip
+    """Z (B v), (B, H, F, Dv) in float32; `given` is the norm (B, H) to start from, if not its own.
+
+    `lengths` are the valid queries and keys (B,) where segments are uneven, and `first` the first
+    token of each segment of keys: with no more keys than landmarks, values take their place.
+    """
+    batch, heads, few, _ = q_means.shape
+    out = torch.empty_like(bv)
+    programs, scratch, shared = _shared(q_means, v.dtype, 6)
+    _solve[(programs,)](
+        q_means, k_means, bv, v, *(lengths or (out, out)), out if first is None else first,
+        out if given is None else given, scratch, out, batch * heads, heads, few, float(scale),
+        *v.stride()[:3], GIVEN=given is not None, UNEVEN=lengths is not None,
+        STEPS=num_iterations, E=bv.shape[3], EP=padded(bv.shape[3]), **shared,
+    )  # fmt: skip
+    return out
+
+
+def solve_backward(
+    q_means: Tensor, k_means: Tensor, bv: Tensor, dw: Tensor, lengths: Lengths,
+    given: Tensor | None, num_iterations: int, scale: float, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """From parts (runs, B, H, F, Dv): gradients of B v, their Δ, those of A and the norm, and of v.
+
+    The last is by segment, and zero but where there are no more keys than landmarks.
+    """
+    batch, heads, few, _ = q_means.shape
+    programs, scratch, shared = _shared(q_means, dtype, num_iterations + 9)
+    g, dbv, table_v = (torch.empty_like(bv) for _ in range(3))
+    delta, dnorm = bv.new_empty(batch, heads, few), bv.new_empty(batch, heads)
+    da = bv.new_empty(batch, heads, shared["F"], shared["F"])
+    _unroll[(programs,)](
+        q_means, k_means, bv, dw, *(lengths or (bv, bv)), bv if given is None else given, scratch,
+        g, dbv, delta, da, dnorm, table_v, batch * heads, heads, few, dw.shape[0], float(scale),
+        GIVEN=given is not None, UNEVEN=lengths is not None, STEPS=num_iterations,
+        E=bv.shape[3], EP=padded(bv.shape[3]), **shared,
+    )  # fmt: skip
+    return dbv, delta, da, dnorm, table_v
+
+
+def landmark_gradients(
+    q_means: Tensor, k_means: Tensor, da: Tensor, dnorm: Tensor, dk: Tensor, lengths: Lengths,
+    keys: int, scale: float, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dq̃ through A, and dk̃ through A and from parts (runs, B, H, F, D), over its segment's size."""
+    batch, heads, few, channels = q_means.shape
+    dq, table_k = torch.empty_like(q_means), torch.empty_like(k_means)
+    programs, scratch, shared = _shared(q_means, dtype, 1)
+    _landmark_gradients[(programs,)](
+        q_means, k_means, da, dnorm, dk, *(lengths or (da, da)), scratch, dq, table_k,
+        batch * heads, heads, few, dk.shape[0], keys, float(scale),
+        UNEVEN=lengths is not None, DP=padded(channels), **shared,
+    )  # fmt: skip
+    return dq, table_k

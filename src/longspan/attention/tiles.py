@@ -1,0 +1,67 @@
+"""What the Triton kernels share: tiles of rows, and how the host hands them over.
+
+A kernel sees x (B, H, N, D) through the pointer to a head and the stride of its rows; channels lie
+next to each other and are padded to DP, a power of two, with zeros.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = math.log2(math.e)  # softmaxes are taken in powers of two
+INTERPRETED = triton.knobs.runtime.interpret  # on the CPU, where there is no PTX
+
+
+@triton.jit
+def load_rows(at, row, stride, there, D: tl.constexpr, DP: tl.constexpr):
+    """Rows (R, DP) of a head, zero where not there: what is not there is never read."""
+    d = tl.arange(0, DP)
+    where = at + row[:, None] * stride + d[None, :]
+    if D == DP:
+        return tl.load(where, mask=there[:, None], other=0)
+    return tl.load(where, mask=there[:, None] & (d[None, :] < D), other=0)
+
+
+@triton.jit
+def store_rows(at, row, stride, there, value, D: tl.constexpr, DP: tl.constexpr):
+    """Write rows (R, DP) of a head."""
+    d = tl.arange(0, DP)
+    where = at + row[:, None] * stride + d[None, :]
+    mask = there[:, None] & (d[None, :] < D)
+    tl.store(where, value.to(at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def inverse_length(x):
+    """1/‖x‖ of rows in float32; zero for a zero row."""
+    x = x.to(tl.float32)
+    square = tl.sum(x * x, axis=1)
+    return tl.where(square > 0, tl.rsqrt(tl.where(square > 0, square, 1.0)), 0.0)
+
+
+@triton.jit
+def through_unit(g, x, inverse):
+    """The gradient of rows x from that of x/‖x‖: (g − (g·u) u) / ‖x‖."""
+    u = x.to(tl.float32) * inverse[:, None]
+    return (g - tl.sum(g * u, axis=1)[:, None] * u) * inverse[:, None]
+
+
+def rows(x: Tensor) -> Tensor:
+    """x itself where its channels lie next to each other, on 16-byte words if it can, else a copy.
+
+    A stride that is a multiple of 16 bytes lets Triton read whole words.
+    """
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def padded(channels: int) -> int:
+    """Channels padded to what matrix instructions take."""
+    return max(16, triton.next_power_of_2(channels))
+
+
+def arithmetic(dtype: torch.dtype) -> str:
+    """How float32 operands are multiplied: exactly, unless their digits are those of float16."""
+    return "ieee" if dtype == torch.float32 else "tf32x3"

@@ -1,0 +1,116 @@
+"""Window attention on NVIDIA GPUs: both passes as torch.library ops."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longspan.attention import dispatch
+
+MAX_CHANNELS = 256
+WIDEST = 1 << 24  # wider than any sequence: places stay within 32 bits
+
+
+def why_not(device: torch.device) -> list[str]:
+    """Why the kernels cannot run on a device; empty where they can."""
+    return dispatch.why_not_triton("window", device)
+
+
+def why_not_these(q: Tensor, v: Tensor) -> list[str]:
+    """Why the kernels cannot run on these tensors; empty where they can."""
+    return dispatch.why_not_these("window", q, v, MAX_CHANNELS)
+
+
+def window(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, window: int, scale: float | None
+) -> Tensor:
+    """Arguments as in `longspan.window`."""
+    if q.shape[0] == 0:
+        return dispatch.nothing(q, k, v)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return _Fused.apply(q, k, v, key_mask, min(window, WIDEST), scale)
+
+
+class _Fused(torch.autograd.Function):
+    """The two ops as one differentiable function."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        window: int,
+        scale: float,
+    ) -> Tensor:
+        y, lse = torch.ops.longspan.window_forward(q, k, v, key_mask, window, scale)
+        ctx.save_for_backward(q, k, v, key_mask, y, lse)
+        ctx.options = window, scale
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        grads = torch.ops.longspan.window_backward(g, *ctx.saved_tensors, *ctx.options)
+        return *grads, None, None, None
+
+
+@torch.library.custom_op("longspan::window_forward", mutates_args=(), device_types="cuda")
+def window_forward(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The output, and the log₂-sum-exp of its softmax."""
+    from longspan.attention import tiles
+    from longspan.attention.window import triton as verbs
+
+    with torch.cuda.device(q.device):
+        q, k, v = (tiles.rows(x) for x in (q, k, v))
+        mask = None if key_mask is None else key_mask.contiguous()
+        return verbs.attend(q, k, v, mask, window, scale)
+
+
+@window_forward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    shape = q.shape[:3]
+    return v.new_empty((*shape, v.shape[3])), q.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("longspan::window_backward", mutates_args=(), device_types="cuda")
+def window_backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    y: Tensor,
+    lse: Tensor,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    from longspan.attention import tiles
+    from longspan.attention.window import triton as verbs
+
+    with torch.cuda.device(q.device):
+        g, q, k, v = (tiles.rows(x) for x in (g, q, k, v))
+        mask = None if key_mask is None else key_mask.contiguous()
+        return verbs.gradients(g.contiguous(), q, k, v, mask, y, lse, window, scale)
+
+
+@window_backward.register_fake
+def _(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    y: Tensor,
+    lse: Tensor,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)

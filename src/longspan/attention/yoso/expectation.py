@@ -1,0 +1,132 @@
+"""The exact expectation of YOSO on NVIDIA GPUs: both passes as torch.library ops."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longspan.attention import dispatch
+from longspan.attention.base import hide
+
+MAX_CHANNELS = 256
+
+
+def why_not(device: torch.device) -> list[str]:
+    """Why the kernels cannot run on a device; empty where they can."""
+    return dispatch.why_not_triton("yoso_expectation", device)
+
+
+def why_not_these(q: Tensor, v: Tensor) -> list[str]:
+    """Why the kernels cannot run on these tensors; empty where they can."""
+    return dispatch.why_not_these("yoso_expectation", q, v, MAX_CHANNELS)
+
+
+def yoso_expectation(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    hash_bits: int,
+    gradient: str,
+    normalize: bool,
+) -> Tensor:
+    """The limit of many hashes; arguments as in `longspan.yoso_expectation`."""
+    if q.shape[0] == 0:
+        return dispatch.nothing(q, k, v)
+    # A hidden key is zero and so is its value: no sum over keys needs a mask.
+    k, v = hide(k, key_mask), hide(v, key_mask)
+    return _Fused.apply(q, k, v, hash_bits, gradient == "true", normalize)
+
+
+class _Fused(torch.autograd.Function):
+    """The two ops as one differentiable function."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, hash_bits: int, true: bool, normalize: bool
+    ) -> Tensor:
+        y, *saved = torch.ops.longspan.yoso_expectation_forward(q, k, v, hash_bits, normalize)
+        ctx.save_for_backward(q, k, v, y, *saved)
+        ctx.options = hash_bits, true, normalize
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        grads = torch.ops.longspan.yoso_expectation_backward(g, *ctx.saved_tensors, *ctx.options)
+        return *grads, None, None, None
+
+
+@torch.library.custom_op("longspan::yoso_expectation_forward", mutates_args=(), device_types="cuda")
+def yoso_expectation_forward(
+    q: Tensor, k: Tensor, v: Tensor, hash_bits: int, normalize: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output; 1/norm of its rows, of q's and of k's."""
+    from longspan.attention import tiles
+    from longspan.attention.yoso import expectation_triton as verbs
+
+    with torch.cuda.device(q.device):
+        q, k, v = (tiles.rows(x) for x in (q, k, v))
+        k_inverse = verbs.inverse_norms(k)
+        return *verbs.sum_values(q, k, v, k_inverse, hash_bits, normalize), k_inverse
+
+
+@yoso_expectation_forward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, hash_bits: int, normalize: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    norms = (x.new_empty(x.shape[:3], dtype=torch.float32) for x in (q, q, k))
+    y_inverse, q_inverse, k_inverse = norms
+    return v.new_empty((*q.shape[:3], v.shape[3])), y_inverse, q_inverse, k_inverse
+
+
+@torch.library.custom_op(
+    "longspan::yoso_expectation_backward", mutates_args=(), device_types="cuda"
+)
+def yoso_expectation_backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    y_inverse: Tensor,
+    q_inverse: Tensor,
+    k_inverse: Tensor,
+    hash_bits: int,
+    true: bool,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The surrogate or true gradients of q and k, and the gradient of v."""
+    from longspan.attention import tiles
+    from longspan.attention.yoso import expectation_triton as verbs
+
+    dtype = v.dtype
+    # float16 has not the range for gradients divided by norms.
+    wide = torch.float32 if dtype == torch.float16 else dtype
+    with torch.cuda.device(q.device):
+        q, k, v = (tiles.rows(x.to(wide)) for x in (q, k, v))
+        g, y = g.contiguous().to(wide), y.to(wide)
+        norms = y_inverse, q_inverse, k_inverse
+        grads = verbs.gradients(
+            g, q, k, v, y, *norms, hash_bits, true, normalize, tiles.arithmetic(dtype)
+        )
+    dq, dk, dv = (x.to(dtype) for x in grads)
+    return dq, dk, dv
+
+
+@yoso_expectation_backward.register_fake
+def _(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    y_inverse: Tensor,
+    q_inverse: Tensor,
+    k_inverse: Tensor,
+    hash_bits: int,
+    true: bool,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)

@@ -1,0 +1,196 @@
+"""Rows for an NVIDIA GPU: the Triton methods beside exact attention, their references and a peer.
+
+    python -m longspan.bench.gpu_fused results/fused-gpu.jsonl             # every method
+    python -m longspan.bench.gpu_fused results/fused-gpu.jsonl nystrom     # some of them
+    python -m longspan.bench.gpu_fused --kernels nystrom 4096              # time kernel by kernel
+
+Every length has the same work of 2^18 token-heads, at least eight heads of 64, in bfloat16. The
+peer is the attention of Hugging Face's Nyströmformer without its linear layers, under autocast.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from longspan import records
+from longspan.bench.cases import MODES, Case
+from longspan.bench.gpu import Context, peak_bytes
+from longspan.bench.measure import measure, timing_row
+
+LENGTHS = tuple(512 << i for i in range(9))
+TOKEN_HEADS = 1 << 18
+SECONDS = 0.3  # of repeats for one length and mode
+LANDMARKS = 64
+METHODS: dict[str, dict[str, Any]] = {
+    "yoso_expectation": {"hash_bits": 8},
+    "nystrom": {"num_landmarks": LANDMARKS},
+    "linformer": {"projected_length": 256},
+    "window": {"window": 128},
+}
+# A reference that looks at all pairs, and a peer that keeps N × m matrices, stop at these lengths.
+LONGEST = {"yoso_expectation reference": 4096, "nystrom Hugging Face": 32768}
+
+Call = Callable[[], object]
+
+
+def contenders(length: int, methods: list[str]) -> Iterator[tuple[str, Case, Context]]:
+    """What is timed at a length: exact attention by two kernels, methods fused and as written."""
+    heads = max(8, TOKEN_HEADS // length)
+    shape: dict[str, Any] = dict(length=length, heads=heads, dtype="bfloat16", device="cuda")
+    for name, backend in (
+        ("cuDNN", SDPBackend.CUDNN_ATTENTION),
+        ("flash", SDPBackend.FLASH_ATTENTION),
+    ):
+        yield f"softmax {name}", Case("softmax", **shape), partial(sdpa_kernel, backend)
+    for method in methods:
+        for impl in ("fused", "reference"):
+            name = f"{method} {impl}"
+            if length <= LONGEST.get(name, length):
+                options = {**METHODS[method], "impl": impl}
+                yield name, Case(method, options=options, **shape), nullcontext
+
+
+class _Given(nn.Module):
+    """Stands for a linear layer whose result is given."""
+
+    def __init__(self, result: Tensor) -> None:
+        super().__init__()
+        self.result = result
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.result
+
+
+def hugging_face(q: Tensor, k: Tensor, v: Tensor, heads: int) -> nn.Module:
+    """Hugging Face's Nyströmformer attention, whose linear layers give q, k and v (B, N, H·D).
+
+    Raises ImportError where transformers is missing.
+    """
+    from transformers import NystromformerConfig
+    from transformers.models.nystromformer.modeling_nystromformer import (
+        NystromformerSelfAttention,
+    )
+
+    config = NystromformerConfig(
+        hidden_size=q.shape[2],
+        num_attention_heads=heads,
+        num_landmarks=LANDMARKS,
+        segment_means_seq_len=q.shape[1],
+        attention_probs_dropout_prob=0.0,
+    )
+    layer = NystromformerSelfAttention(config).to(q.device)
+    layer.conv_kernel_size = None  # ours is timed without the convolution, too
+    layer.query, layer.key, layer.value = _Given(q), _Given(k), _Given(v)
+    return layer
+
+
+def peer(length: int, mode: str) -> tuple[Case, Call]:
+    """One call of Hugging Face's attention on the same work."""
+    heads, training = 8, mode == "forward+backward"
+    case = Case(
+        "nystrom", length, heads=heads, batch=max(1, TOKEN_HEADS // length // heads),
+        dtype="bfloat16", device="cuda", options={"num_landmarks": LANDMARKS},
+    )  # fmt: skip
+    shape = (case.batch, length, heads * case.head_dim)
+    q, k, v = (
+        torch.randn(shape, dtype=torch.bfloat16, device="cuda").requires_grad_(training)
+        for _ in range(3)
+    )
+    layer = hugging_face(q, k, v, heads)
+
+    def run() -> object:
+        with torch.autocast("cuda", torch.bfloat16), torch.set_grad_enabled(training):
+            (y,) = layer(q)
+        return torch.autograd.grad(y, (q, k, v), torch.ones_like(y)) if training else y
+
+    return case, run
+
+
+def within(context: Context, call: Call) -> Call:
+    """The call inside a context."""
+
+    def run() -> object:
+        with context():
+            return call()
+
+    return run
+
+
+def calls(length: int, mode: str, methods: list[str]) -> dict[str, tuple[Case, Call]]:
+    """Everything that can run at a length, by name."""
+    found = {
+        name: (case, within(context, case.build(mode)))
+        for name, case, context in contenders(length, methods)
+    }
+    name = "nystrom Hugging Face"
+    if "nystrom" in methods and length <= LONGEST[name]:
+        try:
+            found[name] = peer(length, mode)
+        except ImportError as error:
+            print(f"{name} was not timed: {error}", file=sys.stderr)
+    return found
+
+
+def main(path: str, methods: list[str]) -> None:
+    """Measure, append rows to `path`, and print milliseconds per 2^18 token-heads."""
+    for mode in MODES:
+        print(f"\n{mode}: ms per 2^18 token-heads, and the ratio to the faster exact kernel")
+        for length in LENGTHS:
+            found = calls(length, mode, methods)
+            timings = measure(
+                {name: call for name, (_, call) in found.items()},
+                budget=SECONDS,
+                warmup=2,
+                max_repeats=15,
+                device="cuda",
+            )
+            exact = min(t.seconds for name, t in timings.items() if name.startswith("softmax"))
+            share = TOKEN_HEADS / (max(8, TOKEN_HEADS // length) * length)
+            cells = []
+            for name, (case, call) in found.items():
+                row = timing_row(case, mode, timings[name])
+                row |= {"name": name, "peak_bytes": peak_bytes(call), "suite": "fused-gpu"}
+                records.append(path, row)
+                seconds = timings[name].seconds
+                cells.append(f"{name} {1000 * share * seconds:.3f} ({exact / seconds:.2f}×)")
+            print(f"{length:7,}  " + "   ".join(cells), flush=True)
+
+
+def by_kernel(method: str, length: int, rounds: int = 10) -> None:
+    """Print the microseconds that each kernel of a fused call takes, forward and with backward."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for mode in MODES:
+        call = calls(length, mode, [method])[f"{method} fused"][1]
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+            for _ in range(rounds):
+                call()
+            torch.cuda.synchronize()
+        events = [e for e in profiler.key_averages() if e.self_device_time_total > 0]
+        kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+        total = sum(e.self_device_time_total for e in kernels) / rounds
+        print(f"\n{method} {mode}, {length:,} tokens: {total:.1f} µs on the GPU")
+        for event in sorted(kernels, key=lambda e: -e.self_device_time_total):
+            each = event.self_device_time_total / rounds
+            print(f"  {each:8.1f} µs  {event.count // rounds:3d} ×  {event.key[:90]}")
+
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        sys.exit("bench.gpu_fused needs an NVIDIA GPU, and torch sees none")
+    arguments = sys.argv[1:] or ["results/fused-gpu.jsonl"]
+    if arguments[0] == "--kernels":
+        by_kernel(arguments[1], int(arguments[2]))
+    else:
+        main(arguments[0], arguments[1:] or list(METHODS))

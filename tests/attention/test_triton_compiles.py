@@ -1,0 +1,79 @@
+"""Triton's kernels compile for Hopper without a GPU: what the interpreter cannot see.
+
+An argument of 1 is a constant to the compiler, so the smallest shapes are compiled too.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton, from the extra [cuda]")
+
+SCRIPT = """
+import sys
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+class Hopper:
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_current_device = lambda self: 0
+    get_current_stream = lambda self, device=0: 0
+
+driver.set_active(Hopper())
+launch, compiled = JITFunction.run, []
+
+def compile_only(self, *args, grid, warmup=False, **options):
+    kernel = launch(self, *args, grid=grid, warmup=True, **options)
+    assert kernel.metadata.shared <= 227 * 1024, (self.__name__, kernel.metadata.shared)
+    assert kernel.asm["cubin"]
+    compiled.append(self.__name__)
+
+JITFunction.run = compile_only
+
+method, batch, tokens, channels, few, dtype = sys.argv[1:]
+batch, tokens, channels, few = (int(x) for x in (batch, tokens, channels, few))
+dtype = getattr(torch, dtype)
+q, k, v = (torch.randn(batch, batch, tokens, channels).to(dtype) for _ in range(3))
+mask = torch.ones(batch, tokens, dtype=torch.bool) if batch > 1 else None
+if method == "yoso_expectation":
+    from longspan.attention.yoso import expectation_triton as verbs
+    inverse = verbs.inverse_norms(k)
+    y, *norms = verbs.sum_values(q, k, v, inverse, 8, True)
+    verbs.gradients(v, q, k, v, y, *norms, inverse, 8, True, True, "ieee")
+elif method == "nystrom":
+    from longspan.attention.nystrom import kernels
+    for original in (False, True):
+        y, *saved = kernels.forward(q, k, v, mask, few, 2, original, 0.1)
+        kernels.backward(v, q, k, v, mask, y, *saved, 2, original, 0.1)
+elif method == "linformer":
+    from longspan.attention.linformer import kernels
+    e = torch.randn(few, tokens).to(dtype)
+    y, *saved = kernels.forward(q, k, v, e, e, mask, 0.1)
+    kernels.backward(v, q, k, v, e, e, mask, y, *saved, 0.1, True)
+else:
+    from longspan.attention.window import triton as verbs
+    y, lse = verbs.attend(q, k, v, mask, few, 0.1)
+    verbs.gradients(v, q, k, v, mask, y, lse, few, 0.1)
+print(len(compiled))
+"""
+
+SHAPES = {
+    "ones": (1, 1, 1, 1, "bfloat16"),
+    "masked": (2, 40, 64, 16, "bfloat16"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["yoso_expectation", "nystrom", "linformer", "window"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_every_kernel_compiles(method, shape, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-c", SCRIPT, method, *map(str, shape)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert int(run.stdout) >= 3
