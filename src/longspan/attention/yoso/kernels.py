@@ -76,11 +76,11 @@ def yoso(
     # The kernel reads it on the GPU, wherever the caller keeps it.
     place, number = (seed.to(q.device), 0) if isinstance(seed, Tensor) else (None, seed)
     v = F.pad(v, (0, -width % 8)) if width % 8 else v  # rows of whole 16-byte words
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    y = _Fused.apply(
-        q, k, v, key_mask, place, number, planes, num_hashes, hash_bits, backward_hashes,
-        normalize, gradient == "true", keep,
-    )  # fmt: skip
+    inputs = q, k, v, key_mask, place, number, planes, num_hashes, hash_bits, normalize
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        y = _Fused.apply(*inputs, backward_hashes, gradient == "true")
+    else:
+        (y,) = torch.ops.longspan.yoso_forward(*inputs, False)
     return y[..., :width] if width % 8 else y
 
 
@@ -99,13 +99,12 @@ class _Fused(torch.autograd.Function):
         planes: Tensor | None,
         num_hashes: int,
         hash_bits: int,
-        backward_hashes: int,
         normalize: bool,
+        backward_hashes: int,
         true: bool,
-        keep: bool,
     ) -> Tensor:
         y, *saved = torch.ops.longspan.yoso_forward(
-            q, k, v, key_mask, place, number, planes, num_hashes, hash_bits, normalize, keep
+            q, k, v, key_mask, place, number, planes, num_hashes, hash_bits, normalize, True
         )
         ctx.save_for_backward(q, k, v, key_mask, y, *saved, place)
         ctx.options = number, hash_bits, backward_hashes, normalize, true
@@ -115,7 +114,7 @@ class _Fused(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         grads = torch.ops.longspan.yoso_backward(g, *ctx.saved_tensors, *ctx.options)
-        return *grads, *[None] * 10
+        return *grads, *[None] * 9
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

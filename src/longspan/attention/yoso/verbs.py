@@ -198,7 +198,7 @@ def heavy_sum(lists: Lists, x: Tensor, bits: int) -> Tensor:
 
 
 class Scales(NamedTuple):
-    """Norms that `outer_sums` takes out of rows and gives back, all float32."""
+    """Norms that `surrogate` takes out of rows and gives back, all float32."""
 
     g: Tensor  # (B, H, Nq)
     v: Tensor  # (B, H, Nk), zero for masked keys
@@ -299,7 +299,7 @@ def surrogate(
         )  # fmt: skip
     else:
         rows("finish", blocks, 256, q_sums, k_sums, q, k, *scales, dq, dk, *sizes, scale)
-    return dq[..., :channels], dk[..., :channels], dv
+    return dq[..., :channels].contiguous(), dk[..., :channels].contiguous(), dv
 
 
 def true_gradient(
@@ -339,7 +339,7 @@ def true_gradient(
         k_first, q, k, v, g, triton.norms(q), triton.norms(k, key_mask), key_mask, dq, dk,
         batch * heads, heads, k_token.shape[3], used, queries, keys, *_seed(seed), scale,
     )  # fmt: skip
-    return dq[..., :channels], dk[..., :channels]
+    return dq[..., :channels].contiguous(), dk[..., :channels].contiguous()
 
 
 def _columns(channels: int, width: int) -> int:
