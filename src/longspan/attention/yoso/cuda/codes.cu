@@ -280,8 +280,9 @@ BUCKET_MERGE(bucket_merge_32, uint32_t)
 
 // Gaussian projections (H, m, PLANES, DP) in bfloat16: the numbers of random.py, zero where padded.
 // One thread a pair of Box–Muller; `count` numbers in all, laid out (H, m, BITS, channels) there.
-extern "C" __global__ void gaussian_planes(const int64_t* seed_at, int64_t seed, uint16_t* planes, int64_t count,
-                                           int64_t channels, int64_t planes_padded,
+// The seed is read at `seed_at` where that is given.
+extern "C" __global__ void gaussian_planes(const int64_t* seed_at, int64_t seed, uint16_t* planes,
+                                           int64_t count, int64_t channels, int64_t planes_padded,
                                            int64_t channels_padded) {
   const int64_t half = (count + 1) / 2;
   const int64_t at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;

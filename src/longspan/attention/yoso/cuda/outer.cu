@@ -79,8 +79,8 @@ __device__ inline void sync_block() {
 // the keys and applies it to the queries, giving dQ; side 1 the other way round. The work is in
 // proportion to the tokens, whatever the size of a bucket.
 // rows (BH, n, 2 W); lists (BH, m, n), the first place of each bucket (BH, m, C + 1), the tokens of the
-// fullest (BH, m); sums (BH, n, W),
-// columns in the order of the registers: 8 a + 2 b + c of every 32 hold what belongs to 8 b + 2 a + c.
+// fullest (BH, m); sums (BH, n, W), columns in the order of the registers: 8 a + 2 b + c of every 32 hold
+// what belongs to 8 b + 2 a + c.
 extern "C" __global__ void __launch_bounds__(32 * BLOCKS, PER_SM / BLOCKS) outer_tables(
     const char* q_rows, const char* k_rows, const INDEX* q_list, const INDEX* k_list,
     const uint32_t* q_first, const uint32_t* k_first, char* dq, char* dk, int64_t queries,
@@ -194,8 +194,8 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCKS, PER_SM / BLOCKS) outer
       uint32_t a[MT][4];
 #pragma unroll
       for (int i = 0; i < MT; i++)
-        load_matrix<true>(slot + HALF_SLOT + place<W / 8>(from + a_row, warp * (BLOCK / 8) + 2 * i + a_piece),
-                          a[i]);
+        load_matrix<true>(
+            slot + HALF_SLOT + place<W / 8>(from + a_row, warp * (BLOCK / 8) + 2 * i + a_piece), a[i]);
 #pragma unroll
       for (int j = 0; j < NT; j += 2) {
         uint32_t b[4];

@@ -228,12 +228,14 @@ __device__ void walk_outer_side(const Side& s, const float* totals, const char* 
   const uint32_t bh = there ? (uint32_t)row / (uint32_t)s.n : 0;
   const bool seen = there && !(KEY && mask && !mask[bh / heads * s.n + row - bh * s.n]);
   const int64_t from = bh * s.other_n;
-  const Lists lists{s.order + from * hashes, s.first + bh * (int64_t)hashes * (BUCKETS + 1), s.other_n};
+  const Lists lists{s.order + from * hashes, s.first + bh * (int64_t)hashes * (BUCKETS + 1),
+                    s.other_n};
   const char* rows = s.other_a + from * (4 * W);
   heavy += bh * (int64_t)hashes * (s.other_n / MOST + 1) * (E * Bytes<SUM>::each);
   float own[8], sum[8] = {}, v_sum[8] = {};
   load8<LANES, F16>(s.a + row * (4 * W), W, seen, own);
-  for (int h = 0; h < (KEY ? hashes : used); h = h < used ? min(h + ROUNDS * LANES, used) : h + ROUNDS * LANES) {
+  for (int h = 0, next; h < (KEY ? hashes : used); h = next) {
+    next = h < used ? min(h + ROUNDS * LANES, used) : h + ROUNDS * LANES;
     // Beyond the first `used`, hashes count for dV alone; they come in rounds of their own.
     const int limit = h < used ? used : hashes;
     const int count =
@@ -330,7 +332,8 @@ __device__ void walk_true_side(const Side& s, const bool* mask, int64_t row, boo
   const uint32_t bh = there ? (uint32_t)row / (uint32_t)s.n : 0;
   const bool seen = there && !(KEY && mask && !mask[bh / heads * s.n + row - bh * s.n]);
   const int64_t from = bh * s.other_n;
-  const Lists lists{s.order + from * hashes, s.first + bh * (int64_t)hashes * (BUCKETS + 1), s.other_n};
+  const Lists lists{s.order + from * hashes, s.first + bh * (int64_t)hashes * (BUCKETS + 1),
+                    s.other_n};
   float unit[8], own[8], sum[8] = {};
   load8<GROUP, X>(s.x + row * X_ROW, D, seen, unit);
   load8<GROUP, X>(s.a + row * A_ROW, E, seen, own);
