@@ -7,7 +7,7 @@ from longspan.attention import checks, dispatch
 from longspan.attention.base import own_precision
 from longspan.attention.module import Attention, SeededAttention
 from longspan.attention.random import Seed, draw_seed
-from longspan.attention.yoso import kernels, reference
+from longspan.attention.yoso import cpu, kernels, reference
 
 HASHINGS = ("gaussian", "hadamard")
 GRADIENTS = ("surrogate", "true")
@@ -16,7 +16,7 @@ MAX_HASH_BITS = 16
 
 def why_not_fused(device: torch.device) -> list[str]:
     """Why `impl="fused"` cannot run on a device; empty where it can."""
-    return kernels.why_not(device)
+    return (cpu if device.type == "cpu" else kernels).why_not(device)
 
 
 def why_expectation_not_fused(device: torch.device) -> list[str]:
@@ -35,6 +35,7 @@ def yoso(
     hash_bits: int = 8,
     hashing: str = "gaussian",
     gradient: str = "surrogate",
+    backward_hashes: int | None = None,
     normalize: bool = True,
     seed: Seed | None = None,
     impl: str = "auto",
@@ -56,6 +57,9 @@ def yoso(
         gradient: of the collision probability p^τ with respect to the cosine: "surrogate" is the
             paper's lower bound (τ/2) p^τ, "true" the derivative, both on the sampled pairs. The
             reference of "true" looks at every pair: time N², memory N.
+        backward_hashes: how many of the hashes dq and dk are sampled with; None for all. Fewer are
+            faster, and for a given gradient of the output still right on average: hashes are
+            independent, so that the first ones are as random a choice as any. dv takes all.
         normalize: scale each output row to length one.
         seed: of the projections, drawn per head and shared over the batch; the same seed gives the
             same hashes everywhere. None draws one from torch's default generator.
@@ -67,11 +71,16 @@ def yoso(
     _check(q, k, v, key_mask, hash_bits, gradient)
     checks.integer("num_hashes", num_hashes, 1)
     checks.choice("hashing", hashing, HASHINGS)
+    if backward_hashes is None:
+        backward_hashes = num_hashes
+    checks.integer("backward_hashes", backward_hashes, 1, num_hashes)
     checks.seed(seed)
-    reasons = why_not_fused(q.device) + kernels.why_not_these(q, v, gradient)
-    run = dispatch.select(impl, reference=reference.yoso, fused=kernels.yoso, reasons=reasons)
+    fused = cpu if q.device.type == "cpu" else kernels
+    reasons = fused.why_not(q.device) + fused.why_not_these(q, v, gradient)
+    run = dispatch.select(impl, reference=reference.yoso, fused=fused.yoso, reasons=reasons)
     seed = draw_seed(q.device) if seed is None else seed
-    return run(q, k, v, key_mask, num_hashes, hash_bits, hashing, gradient, normalize, seed)
+    sampling = num_hashes, hash_bits, hashing, gradient, backward_hashes
+    return run(q, k, v, key_mask, *sampling, normalize, seed)
 
 
 @own_precision

@@ -33,6 +33,7 @@ def yoso(
     hash_bits: int,
     hashing: str,
     gradient: str,
+    backward_hashes: int,
     normalize: bool,
     seed: Seed,
 ) -> Tensor:
@@ -40,7 +41,7 @@ def yoso(
     planes = projections(hashing, seed, q.shape[1], q.shape[3], num_hashes, hash_bits, q.device)
     dtype, (q, k, v) = v.dtype, _prepare(q, k, v, key_mask)
     codes = hash_codes(q.detach(), planes), hash_codes(k.detach(), planes)
-    y = _Sampled.apply(q, k, v, *codes, hash_bits, gradient)
+    y = _Sampled.apply(q, k, v, *codes, hash_bits, gradient, backward_hashes)
     return (unit(y) if normalize else y).to(dtype)
 
 
@@ -84,34 +85,46 @@ class _Sampled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cq: Tensor, ck: Tensor, bits: int, gradient: str
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cq: Tensor,
+        ck: Tensor,
+        bits: int,
+        gradient: str,
+        backward_hashes: int,
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, cq, ck)
-        ctx.bits, ctx.gradient = bits, gradient
+        ctx.bits, ctx.gradient, ctx.backward_hashes = bits, gradient, backward_hashes
         return pair_sums(*compact(cq, ck, 2**bits), v) / cq.shape[2]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, cq, ck = ctx.saved_tensors
-        m = cq.shape[2]
+        m, few = cq.shape[2], ctx.backward_hashes
         # Up to a few thousand tokens, looking at every pair is cheaper than the tables below.
-        if ctx.gradient == "true" or max(q.shape[2], k.shape[2]) <= 32 * q.shape[3]:
+        by_pairs = ctx.gradient == "true" or max(q.shape[2], k.shape[2]) <= 32 * q.shape[3]
+        if by_pairs:
 
             def collisions(rows: slice) -> Tensor:
                 count = q.new_zeros(*q[:, :, rows].shape[:3], k.shape[2], dtype=torch.int16)
-                for h in range(m):
+                for h in range(few):
                     count += cq[:, :, h, rows, None] == ck[:, :, h, None]
                 return count.to(q.dtype)
 
             grads = _pair_gradients(q, k, v, g, collisions, ctx.bits, ctx.gradient)
-            return *(grad / m for grad in grads), None, None, None, None
+            dq, dk, dv = (grad / few for grad in grads)
         cq, ck, buckets = compact(cq, ck, 2**ctx.bits)
-        # [same bucket] (g_i·v_j) k_j = (k_j v_jᵀ) g_i: sum the products of a bucket, then apply.
-        dq = apply_outer_sums(cq, ck, buckets, k, v, g) * (ctx.bits / 2 / m)
-        dk = apply_outer_sums(ck, cq, buckets, q, g, v) * (ctx.bits / 2 / m)
-        dv = pair_sums(ck, cq, buckets, g) / m
-        return dq, dk, dv, None, None, None, None
+        if not by_pairs:
+            # [same bucket] (g_i·v_j) k_j = (k_j v_jᵀ) g_i: sum a bucket's products, then apply.
+            some = cq[:, :, :few], ck[:, :, :few]
+            dq = apply_outer_sums(*some, buckets, k, v, g) * (ctx.bits / 2 / few)
+            dk = apply_outer_sums(*some[::-1], buckets, q, g, v) * (ctx.bits / 2 / few)
+        if not by_pairs or few < m:
+            dv = pair_sums(ck, cq, buckets, g) / m
+        return dq, dk, dv, None, None, None, None, None
 
 
 class _Expected(torch.autograd.Function):

@@ -1,0 +1,427 @@
+"""YOSO on a CPU: both passes as torch.library ops, and the verbs of csrc/ they are made of."""
+
+import ctypes
+import functools
+from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longspan.attention import dispatch
+from longspan.attention.random import Seed, signs
+from longspan.attention.yoso.hashing import projections
+
+LIBRARY = Path(__file__).with_name("_cpu.so")
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Widths of the transform that 16-bit integers have the digits for.
+HADAMARD_WIDTHS = (8, 16, 32, 64, 128, 256)
+# Heads share the workers; fewer than this are cut into runs of hashes, whose sums are added last.
+# It must not follow the number of threads: the order of additions is part of the result.
+MIN_ITEMS = 8
+
+
+def why_not(device: torch.device) -> list[str]:
+    """Why the kernels cannot run on a device; empty where they can."""
+    if device.type != "cpu":
+        return dispatch.no_kernel("yoso", device)
+    try:
+        library()
+    except OSError as error:
+        return [str(error)]
+    return []
+
+
+def why_not_these(q: Tensor, v: Tensor, gradient: str) -> list[str]:
+    """Why the kernels cannot run on these tensors; empty where they can."""
+    return [] if q.dtype in TYPES else [f"yoso has no fused kernel for {q.dtype} on cpu devices"]
+
+
+def yoso(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    num_hashes: int,
+    hash_bits: int,
+    hashing: str,
+    gradient: str,
+    backward_hashes: int,
+    normalize: bool,
+    seed: Seed,
+) -> Tensor:
+    """Sampled attention; arguments as in `longspan.yoso`."""
+    seed = seed.to(q.device) if isinstance(seed, Tensor) else torch.full((), seed)
+    sizes = num_hashes, hash_bits, backward_hashes
+    return _Fused.apply(q, k, v, key_mask, seed, *sizes, hashing, gradient, normalize)
+
+
+class _Fused(torch.autograd.Function):
+    """The two ops as one differentiable function."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        seed: Tensor,
+        num_hashes: int,
+        hash_bits: int,
+        backward_hashes: int,
+        hashing: str,
+        gradient: str,
+        normalize: bool,
+    ) -> Tensor:
+        y, total, *saved = torch.ops.longspan.yoso_forward_cpu(
+            q, k, v, key_mask, seed, num_hashes, hash_bits, hashing, normalize
+        )
+        ctx.save_for_backward(q, k, v, key_mask, y if v.dtype == torch.float32 else total, *saved)
+        ctx.options = hash_bits, backward_hashes, gradient, normalize
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        grads = torch.ops.longspan.yoso_backward_cpu(g, *ctx.saved_tensors, *ctx.options)
+        return *grads, *[None] * 8
+
+
+@torch.library.custom_op("longspan::yoso_forward_cpu", mutates_args=(), device_types="cpu")
+def yoso_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    seed: Tensor,
+    num_hashes: int,
+    hash_bits: int,
+    hashing: str,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The sum over collisions; 1/norm of its rows; the codes of q and k by hash.
+
+    The second result holds the unit rows before they were rounded to the dtype of v, where they
+    were: the gradient needs all their digits, for it is what is left of g across them.
+    """
+    q_codes, k_codes = hash_codes(q, k, hashing, int(seed), num_hashes, hash_bits)
+    buckets = compact_codes(q_codes, k_codes, hash_bits)
+    y, total, inverse = collide(
+        k_codes, key_mask, v, q_codes, None, buckets, v.dtype, 1 / num_hashes, normalize
+    )
+    if not (normalize and v.dtype != torch.float32):
+        total = torch.empty(0)
+    return y, total, inverse, q_codes, k_codes
+
+
+@yoso_forward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    seed: Tensor,
+    num_hashes: int,
+    hash_bits: int,
+    hashing: str,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch, heads, queries, _ = q.shape
+    dtype = torch.uint8 if hash_bits <= 8 else torch.uint16
+    rounded = normalize and v.dtype != torch.float32
+    total = (batch, heads, queries, _padded(v.shape[3])) if rounded else (0,)
+    return (
+        v.new_empty((batch, heads, queries, v.shape[3])),
+        v.new_empty(total, dtype=torch.float32),
+        v.new_empty((batch, heads, queries) if normalize else (0,), dtype=torch.float32),
+        v.new_empty((batch, heads, num_hashes, queries), dtype=dtype),
+        v.new_empty((batch, heads, num_hashes, k.shape[2]), dtype=dtype),
+    )
+
+
+@torch.library.custom_op("longspan::yoso_backward_cpu", mutates_args=(), device_types="cpu")
+def yoso_backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    y: Tensor,
+    inverse: Tensor,
+    q_codes: Tensor,
+    k_codes: Tensor,
+    hash_bits: int,
+    backward_hashes: int,
+    gradient: str,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    buckets = _num_buckets(k.shape[2], hash_bits)
+    g = through_unit(g, y if normalize else g, inverse if normalize else None, 1 / q_codes.shape[2])
+    dv, _, _ = collide(q_codes, None, g, k_codes, key_mask, buckets, v.dtype, 1, False, v.shape[3])
+    dq, dk = pair_gradients(
+        q, k, v, g, key_mask, q_codes, k_codes, buckets, hash_bits, backward_hashes, gradient
+    )
+    return dq, dk, dv
+
+
+@yoso_backward.register_fake
+def _(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    y: Tensor,
+    inverse: Tensor,
+    q_codes: Tensor,
+    k_codes: Tensor,
+    hash_bits: int,
+    backward_hashes: int,
+    gradient: str,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def gaussian_planes(seed: int, heads: int, num_hashes: int, hash_bits: int, channels: int) -> Tensor:
+    """Gaussian `projections`, drawn by the library: (H, num_hashes, hash_bits, D) in float32."""
+    planes = torch.empty(heads, num_hashes, hash_bits, channels)
+    library().longspan_gaussian(seed, planes.numel(), planes.data_ptr(), torch.get_num_threads())
+    return planes
+
+
+def hash_codes(
+    q: Tensor, k: Tensor, hashing: str, seed: int, num_hashes: int, hash_bits: int
+) -> list[Tensor]:
+    """Codes of queries and keys: (B, H, num_hashes, N), uint8 or uint16."""
+    _, heads, _, channels = q.shape
+    width = 1 << (channels - 1).bit_length()
+    if hashing == "hadamard" and width in HADAMARD_WIDTHS:
+        shape = (heads, -(-num_hashes // width), hash_bits, 3, width)
+        coins = signs(seed, shape, q.device).to(torch.int16)
+        return [_hadamard_codes(x, coins, num_hashes, hash_bits) for x in (q, k)]
+    if hashing == "hadamard":
+        planes = projections(hashing, seed, heads, channels, num_hashes, hash_bits, q.device)
+    else:
+        planes = gaussian_planes(seed, heads, num_hashes, hash_bits, channels)
+    return [_plane_codes(x, planes) for x in (q, k)]
+
+
+def _plane_codes(x: Tensor, planes: Tensor) -> Tensor:
+    batch, heads, tokens, channels = x.shape
+    _, num_hashes, hash_bits, _ = planes.shape
+    codes = _empty_codes(batch, heads, num_hashes, tokens, hash_bits)
+    _call(
+        _HashCodes,
+        x=x, planes=planes, codes=codes, batch=batch, heads=heads, tokens=tokens,
+        channels=channels, hashes=num_hashes, bits=hash_bits,
+    )  # fmt: skip
+    return codes
+
+
+def _hadamard_codes(x: Tensor, coins: Tensor, num_hashes: int, hash_bits: int) -> Tensor:
+    batch, heads, tokens, channels = x.shape
+    codes = _empty_codes(batch, heads, num_hashes, tokens, hash_bits)
+    _call(
+        _HadamardCodes,
+        x=x, signs=coins, codes=codes, batch=batch, heads=heads, tokens=tokens,
+        channels=channels, width=coins.shape[4], hashes=num_hashes, bits=hash_bits,
+    )  # fmt: skip
+    return codes
+
+
+def _empty_codes(batch: int, heads: int, hashes: int, tokens: int, bits: int) -> Tensor:
+    dtype = torch.uint8 if bits <= 8 else torch.uint16
+    return torch.empty(batch, heads, hashes, tokens, dtype=dtype)
+
+
+def _num_buckets(keys: int, hash_bits: int) -> int:
+    """Buckets of a hash after `compact_codes`: those of keys, and one for what no key has."""
+    return min(1 << hash_bits, keys + 1)
+
+
+def compact_codes(q_codes: Tensor, k_codes: Tensor, hash_bits: int) -> int:
+    """Renumber codes in place where there would be more buckets than keys; return the buckets."""
+    batch, heads, hashes, queries = q_codes.shape
+    keys = k_codes.shape[3]
+    buckets = _num_buckets(keys, hash_bits)
+    if buckets < 1 << hash_bits:
+        _call(
+            _CompactCodes,
+            q_codes=q_codes, k_codes=k_codes, groups=batch * heads * hashes,
+            queries=queries, keys=keys, bits=hash_bits,
+        )  # fmt: skip
+    return buckets
+
+
+def collide(
+    from_codes: Tensor,
+    from_mask: Tensor | None,
+    x: Tensor,
+    to_codes: Tensor,
+    to_mask: Tensor | None,
+    buckets: int,
+    dtype: torch.dtype,
+    scale: float,
+    normalize: bool,
+    channels: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """scale · Σ_h Σ_j [same bucket] x_j, as unit rows or not: fill tables, then read them.
+
+    Returns it in `dtype`; the same in float32, rows padded; 1/norm of the rows if normalised.
+    """
+    batch, heads, hashes, from_tokens = from_codes.shape
+    to_tokens, channels = to_codes.shape[3], channels or x.shape[3]
+    y = torch.empty(batch, heads, to_tokens, channels, dtype=dtype)
+    direct = dtype == torch.float32 and channels == _padded(channels)
+    total = y if direct else torch.empty(batch, heads, to_tokens, _padded(channels))
+    inverse = torch.empty((batch, heads, to_tokens) if normalize else (0,))
+    _call(
+        _Collide,
+        x=x, from_codes=from_codes, from_mask=from_mask, to_codes=to_codes, to_mask=to_mask,
+        total=total, y=y, y_type=TYPES[dtype], inverse=inverse if normalize else None,
+        scale=scale, batch=batch, heads=heads, from_tokens=from_tokens, to_tokens=to_tokens,
+        channels=channels, hashes=hashes, buckets=buckets, wide=_is_wide(from_codes),
+    )  # fmt: skip
+    return y, total, inverse
+
+
+def through_unit(g: Tensor, y: Tensor, inverse: Tensor | None, scale: float) -> Tensor:
+    """The gradient of the sum from that of its unit rows, times scale: float32, rows padded."""
+    batch, heads, tokens, channels = g.shape
+    out = torch.empty(batch, heads, tokens, _padded(channels))
+    _call(
+        _ThroughUnit,
+        g=g, y=y, inverse=inverse, out=out, scale=scale, batch=batch, heads=heads,
+        tokens=tokens, channels=channels,
+    )  # fmt: skip
+    return out
+
+
+def pair_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    key_mask: Tensor | None,
+    q_codes: Tensor,
+    k_codes: Tensor,
+    buckets: int,
+    hash_bits: int,
+    backward_hashes: int,
+    gradient: str,
+) -> tuple[Tensor, Tensor]:
+    """dQ and dK from g, which `through_unit` made and divided by the number of hashes."""
+    batch, heads, queries, channels = q.shape
+    keys, hashes = k.shape[2], q_codes.shape[2]
+    dq, dk = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k))
+    num_parts = min(backward_hashes, max(1, MIN_ITEMS // max(1, batch * heads)))
+    parts = None
+    if num_parts > 1:
+        parts = torch.empty(batch, heads, num_parts, queries + keys, _padded(channels))
+    true = gradient == "true"
+    _call(
+        _PairGradients,
+        q=q, k=k, v=v, g=g, key_mask=key_mask, q_codes=q_codes, k_codes=k_codes, dq=dq, dk=dk,
+        parts=parts, scale=(1 if true else hash_bits / 2) * hashes / backward_hashes,
+        batch=batch, heads=heads, queries=queries, keys=keys, channels=channels,
+        value_channels=v.shape[3], hashes=hashes, used_hashes=backward_hashes, bits=hash_bits,
+        buckets=buckets, wide=_is_wide(q_codes), slope=true, num_parts=num_parts,
+    )  # fmt: skip
+    return dq, dk
+
+
+def _padded(channels: int) -> int:
+    return -(-channels // 16) * 16
+
+
+def _is_wide(codes: Tensor) -> bool:
+    return codes.dtype == torch.uint16
+
+
+class _Rows(Structure):
+    _fields_ = [("data", c_void_p), *((n, c_int64) for n in ("type", "batch", "head", "token"))]
+
+
+def _arguments(name: str, fields: str) -> type[Structure]:
+    """A structure of csrc/yoso.h; x: rows, *x: an address, .x: a float, others 64-bit integers."""
+    kinds: dict[str, Any] = {"*": c_void_p, ".": c_float, "&": _Rows}
+    listed = [
+        (f.lstrip("*.&"), kinds.get(f[0], c_int64)) for f in fields.split()
+    ]
+    return type(name, (Structure,), {"_fields_": listed})
+
+
+_HashCodes = _arguments(
+    "hash_codes", "&x *planes *codes batch heads tokens channels hashes bits workers"
+)
+_HadamardCodes = _arguments(
+    "hadamard_codes", "&x *signs *codes batch heads tokens channels width hashes bits workers"
+)
+_CompactCodes = _arguments("compact_codes", "*q_codes *k_codes groups queries keys bits workers")
+_Collide = _arguments(
+    "collide",
+    "&x *from_codes *from_mask *to_codes *to_mask *total *y y_type *inverse .scale"
+    " batch heads from_tokens to_tokens channels hashes buckets wide workers",
+)
+_ThroughUnit = _arguments(
+    "through_unit", "&g &y *inverse *out .scale batch heads tokens channels workers"
+)
+_PairGradients = _arguments(
+    "pair_gradients",
+    "&q &k &v *g *key_mask *q_codes *k_codes *dq *dk *parts .scale"
+    " batch heads queries keys channels value_channels"
+    " hashes used_hashes bits buckets wide slope num_parts workers",
+)
+VERBS = (_HashCodes, _HadamardCodes, _CompactCodes, _Collide, _ThroughUnit, _PairGradients)
+
+
+def _call(verb: type[Structure], **values: Any) -> None:
+    """Fill a verb's structure with tensors and numbers, and run it without the GIL."""
+    kept, fields = [], {"workers": torch.get_num_threads()}
+    for name, kind in verb._fields_:
+        value = values.get(name)
+        if kind is _Rows:
+            value = value if value.stride(3) == 1 else value.contiguous()
+            kept.append(value)
+            fields[name] = _Rows(value.data_ptr(), TYPES[value.dtype], *value.stride()[:3])
+        elif isinstance(value, Tensor):
+            value = value.contiguous()
+            kept.append(value)
+            fields[name] = value.data_ptr()
+        elif name != "workers":
+            fields[name] = value
+    status = getattr(library(), f"longspan_{verb.__name__}")(verb(**fields))
+    if status == 1:
+        raise MemoryError(f"yoso's {verb.__name__} could not get its scratch memory")
+    if status == 2:
+        raise ValueError("codes must be below the number of buckets")
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The kernels' library, given torch's threads; OSError says why there is none."""
+    if not LIBRARY.exists():
+        raise OSError(
+            "yoso's kernels for the CPU were not built: longspan was installed without a C++ "
+            "compiler (install one, then pip install --force-reinstall --no-deps longspan)"
+        )
+    found = ctypes.CDLL(str(LIBRARY))
+    found.longspan_instructions.restype = ctypes.c_char_p
+    found.longspan_gaussian.argtypes = [c_int64, c_int64, c_void_p, c_int64]
+    found.longspan_gaussian.restype = None
+    for verb in VERBS:
+        function = getattr(found, f"longspan_{verb.__name__}")
+        function.argtypes, function.restype = [POINTER(verb)], c_int
+    found.longspan_set_parallel_for.argtypes = [c_void_p]
+    found.longspan_set_parallel_for.restype = None
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        path = Path(torch.__file__).parent / "lib" / name
+        if path.exists():
+            pool = ctypes.CDLL(str(path)).torch_parallel_for
+            found.longspan_set_parallel_for(ctypes.cast(pool, c_void_p))
+    return found
