@@ -16,8 +16,9 @@ from longspan.attention.yoso.hashing import projections
 
 LIBRARY = Path(__file__).with_name("_cpu.so")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# Widths of the transform that 16-bit integers have the digits for.
-HADAMARD_WIDTHS = (8, 16, 32, 64, 128, 256)
+# Widths of the transform that 16-bit integers have the digits for. Narrower ones have projections
+# that are zero but for rounding, whose signs only the reference's own arithmetic repeats.
+HADAMARD_WIDTHS = (16, 32, 64, 128, 256)
 # Heads share the workers; fewer than this are cut into runs of hashes, whose sums are added last.
 # It must not follow the number of threads: the order of additions is part of the result.
 MIN_ITEMS = 8
@@ -27,11 +28,18 @@ def why_not(device: torch.device) -> list[str]:
     """Why the kernels cannot run on a device; empty where they can."""
     if device.type != "cpu":
         return dispatch.no_kernel("yoso", device)
+    missing = _missing()
+    return [missing] if missing else []
+
+
+@torch.compiler.assume_constant_result
+def _missing() -> str:
+    """Why there is no library; empty where there is one. A tracer need not look inside."""
     try:
         library()
     except OSError as error:
-        return [str(error)]
-    return []
+        return str(error)
+    return ""
 
 
 def why_not_these(q: Tensor, v: Tensor, gradient: str) -> list[str]:
@@ -187,7 +195,9 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def gaussian_planes(seed: int, heads: int, num_hashes: int, hash_bits: int, channels: int) -> Tensor:
+def gaussian_planes(
+    seed: int, heads: int, num_hashes: int, hash_bits: int, channels: int
+) -> Tensor:
     """Gaussian `projections`, drawn by the library: (H, num_hashes, hash_bits, D) in float32."""
     planes = torch.empty(heads, num_hashes, hash_bits, channels)
     library().longspan_gaussian(seed, planes.numel(), planes.data_ptr(), torch.get_num_threads())
@@ -350,9 +360,7 @@ class _Rows(Structure):
 def _arguments(name: str, fields: str) -> type[Structure]:
     """A structure of csrc/yoso.h; x: rows, *x: an address, .x: a float, others 64-bit integers."""
     kinds: dict[str, Any] = {"*": c_void_p, ".": c_float, "&": _Rows}
-    listed = [
-        (f.lstrip("*.&"), kinds.get(f[0], c_int64)) for f in fields.split()
-    ]
+    listed = [(f.lstrip("*.&"), kinds.get(f[0], c_int64)) for f in fields.split()]
     return type(name, (Structure,), {"_fields_": listed})
 
 

@@ -68,7 +68,9 @@ def yoso(
 ) -> Tensor:
     """Sampled attention; arguments as in `longspan.yoso`."""
     if backward_hashes != num_hashes:
-        raise NotImplementedError("backward_hashes has no fused kernel on a GPU; impl='reference' has")
+        raise NotImplementedError(
+            "backward_hashes has no fused kernel on a GPU; impl='reference' has"
+        )
     if q.shape[0] == 0:  # nothing to launch: empty, and still a function of all three
         return (q.sum() + k.sum()) * v.new_zeros(0, q.shape[1], q.shape[2], 1) * v.sum(2, True)
     width = v.shape[3]

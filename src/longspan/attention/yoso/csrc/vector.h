@@ -18,7 +18,7 @@
 #if defined(__AVX512BW__)
 #define W 16
 #define NV 4
-#define ROWS 6
+#define ROWS 4
 #elif defined(__AVX2__)
 #define W 8
 #define NV 2
