@@ -1,9 +1,5 @@
 """YOSO on a CPU: both passes as torch.library ops, and the verbs of csrc/ they are made of."""
 
-import ctypes
-import functools
-from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +8,9 @@ from torch.autograd.function import once_differentiable
 
 from longspan.attention import dispatch
 from longspan.attention.random import Seed, signs
+from longspan.attention.yoso import library
 from longspan.attention.yoso.hashing import projections
 
-LIBRARY = Path(__file__).with_name("_cpu.so")
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Widths of the transform that 16-bit integers have the digits for. Narrower ones have projections
 # that are zero but for rounding, whose signs only the reference's own arithmetic repeats.
 HADAMARD_WIDTHS = (16, 32, 64, 128, 256)
@@ -36,7 +31,7 @@ def why_not(device: torch.device) -> list[str]:
 def _missing() -> str:
     """Why there is no library; empty where there is one. A tracer need not look inside."""
     try:
-        library()
+        library.load()
     except OSError as error:
         return str(error)
     return ""
@@ -44,7 +39,11 @@ def _missing() -> str:
 
 def why_not_these(q: Tensor, v: Tensor, gradient: str) -> list[str]:
     """Why the kernels cannot run on these tensors; empty where they can."""
-    return [] if q.dtype in TYPES else [f"yoso has no fused kernel for {q.dtype} on cpu devices"]
+    return (
+        []
+        if q.dtype in library.TYPES
+        else [f"yoso has no fused kernel for {q.dtype} on cpu devices"]
+    )
 
 
 def yoso(
@@ -200,7 +199,9 @@ def gaussian_planes(
 ) -> Tensor:
     """Gaussian `projections`, drawn by the library: (H, num_hashes, hash_bits, D) in float32."""
     planes = torch.empty(heads, num_hashes, hash_bits, channels)
-    library().longspan_gaussian(seed, planes.numel(), planes.data_ptr(), torch.get_num_threads())
+    library.load().longspan_gaussian(
+        seed, planes.numel(), planes.data_ptr(), torch.get_num_threads()
+    )
     return planes
 
 
@@ -225,8 +226,8 @@ def _plane_codes(x: Tensor, planes: Tensor) -> Tensor:
     batch, heads, tokens, channels = x.shape
     _, num_hashes, hash_bits, _ = planes.shape
     codes = _empty_codes(batch, heads, num_hashes, tokens, hash_bits)
-    _call(
-        _HashCodes,
+    library.call(
+        "hash_codes",
         x=x, planes=planes, codes=codes, batch=batch, heads=heads, tokens=tokens,
         channels=channels, hashes=num_hashes, bits=hash_bits,
     )  # fmt: skip
@@ -236,8 +237,8 @@ def _plane_codes(x: Tensor, planes: Tensor) -> Tensor:
 def _hadamard_codes(x: Tensor, coins: Tensor, num_hashes: int, hash_bits: int) -> Tensor:
     batch, heads, tokens, channels = x.shape
     codes = _empty_codes(batch, heads, num_hashes, tokens, hash_bits)
-    _call(
-        _HadamardCodes,
+    library.call(
+        "hadamard_codes",
         x=x, signs=coins, codes=codes, batch=batch, heads=heads, tokens=tokens,
         channels=channels, width=coins.shape[4], hashes=num_hashes, bits=hash_bits,
     )  # fmt: skip
@@ -260,8 +261,8 @@ def compact_codes(q_codes: Tensor, k_codes: Tensor, hash_bits: int) -> int:
     keys = k_codes.shape[3]
     buckets = _num_buckets(keys, hash_bits)
     if buckets < 1 << hash_bits:
-        _call(
-            _CompactCodes,
+        library.call(
+            "compact_codes",
             q_codes=q_codes, k_codes=k_codes, groups=batch * heads * hashes,
             queries=queries, keys=keys, bits=hash_bits,
         )  # fmt: skip
@@ -290,10 +291,10 @@ def collide(
     direct = dtype == torch.float32 and channels == _padded(channels)
     total = y if direct else torch.empty(batch, heads, to_tokens, _padded(channels))
     inverse = torch.empty((batch, heads, to_tokens) if normalize else (0,))
-    _call(
-        _Collide,
+    library.call(
+        "collide",
         x=x, from_codes=from_codes, from_mask=from_mask, to_codes=to_codes, to_mask=to_mask,
-        total=total, y=y, y_type=TYPES[dtype], inverse=inverse if normalize else None,
+        total=total, y=y, y_type=library.TYPES[dtype], inverse=inverse if normalize else None,
         scale=scale, batch=batch, heads=heads, from_tokens=from_tokens, to_tokens=to_tokens,
         channels=channels, hashes=hashes, buckets=buckets, wide=_is_wide(from_codes),
     )  # fmt: skip
@@ -304,8 +305,8 @@ def through_unit(g: Tensor, y: Tensor, inverse: Tensor | None, scale: float) -> 
     """The gradient of the sum from that of its unit rows, times scale: float32, rows padded."""
     batch, heads, tokens, channels = g.shape
     out = torch.empty(batch, heads, tokens, _padded(channels))
-    _call(
-        _ThroughUnit,
+    library.call(
+        "through_unit",
         g=g, y=y, inverse=inverse, out=out, scale=scale, batch=batch, heads=heads,
         tokens=tokens, channels=channels,
     )  # fmt: skip
@@ -334,8 +335,8 @@ def pair_gradients(
     if num_parts > 1:
         parts = torch.empty(batch, heads, num_parts, queries + keys, _padded(channels))
     true = gradient == "true"
-    _call(
-        _PairGradients,
+    library.call(
+        "pair_gradients",
         q=q, k=k, v=v, g=g, key_mask=key_mask, q_codes=q_codes, k_codes=k_codes, dq=dq, dk=dk,
         parts=parts, scale=(1 if true else hash_bits / 2) * hashes / backward_hashes,
         batch=batch, heads=heads, queries=queries, keys=keys, channels=channels,
@@ -351,85 +352,3 @@ def _padded(channels: int) -> int:
 
 def _is_wide(codes: Tensor) -> bool:
     return codes.dtype == torch.uint16
-
-
-class _Rows(Structure):
-    _fields_ = [("data", c_void_p), *((n, c_int64) for n in ("type", "batch", "head", "token"))]
-
-
-def _arguments(name: str, fields: str) -> type[Structure]:
-    """A structure of csrc/yoso.h; x: rows, *x: an address, .x: a float, others 64-bit integers."""
-    kinds: dict[str, Any] = {"*": c_void_p, ".": c_float, "&": _Rows}
-    listed = [(f.lstrip("*.&"), kinds.get(f[0], c_int64)) for f in fields.split()]
-    return type(name, (Structure,), {"_fields_": listed})
-
-
-_HashCodes = _arguments(
-    "hash_codes", "&x *planes *codes batch heads tokens channels hashes bits workers"
-)
-_HadamardCodes = _arguments(
-    "hadamard_codes", "&x *signs *codes batch heads tokens channels width hashes bits workers"
-)
-_CompactCodes = _arguments("compact_codes", "*q_codes *k_codes groups queries keys bits workers")
-_Collide = _arguments(
-    "collide",
-    "&x *from_codes *from_mask *to_codes *to_mask *total *y y_type *inverse .scale"
-    " batch heads from_tokens to_tokens channels hashes buckets wide workers",
-)
-_ThroughUnit = _arguments(
-    "through_unit", "&g &y *inverse *out .scale batch heads tokens channels workers"
-)
-_PairGradients = _arguments(
-    "pair_gradients",
-    "&q &k &v *g *key_mask *q_codes *k_codes *dq *dk *parts .scale"
-    " batch heads queries keys channels value_channels"
-    " hashes used_hashes bits buckets wide slope num_parts workers",
-)
-VERBS = (_HashCodes, _HadamardCodes, _CompactCodes, _Collide, _ThroughUnit, _PairGradients)
-
-
-def _call(verb: type[Structure], **values: Any) -> None:
-    """Fill a verb's structure with tensors and numbers, and run it without the GIL."""
-    kept, fields = [], {"workers": torch.get_num_threads()}
-    for name, kind in verb._fields_:
-        value = values.get(name)
-        if kind is _Rows:
-            value = value if value.stride(3) == 1 else value.contiguous()
-            kept.append(value)
-            fields[name] = _Rows(value.data_ptr(), TYPES[value.dtype], *value.stride()[:3])
-        elif isinstance(value, Tensor):
-            value = value.contiguous()
-            kept.append(value)
-            fields[name] = value.data_ptr()
-        elif name != "workers":
-            fields[name] = value
-    status = getattr(library(), f"longspan_{verb.__name__}")(verb(**fields))
-    if status == 1:
-        raise MemoryError(f"yoso's {verb.__name__} could not get its scratch memory")
-    if status == 2:
-        raise ValueError("codes must be below the number of buckets")
-
-
-@functools.cache
-def library() -> ctypes.CDLL:
-    """The kernels' library, given torch's threads; OSError says why there is none."""
-    if not LIBRARY.exists():
-        raise OSError(
-            "yoso's kernels for the CPU were not built: longspan was installed without a C++ "
-            "compiler (install one, then pip install --force-reinstall --no-deps longspan)"
-        )
-    found = ctypes.CDLL(str(LIBRARY))
-    found.longspan_instructions.restype = ctypes.c_char_p
-    found.longspan_gaussian.argtypes = [c_int64, c_int64, c_void_p, c_int64]
-    found.longspan_gaussian.restype = None
-    for verb in VERBS:
-        function = getattr(found, f"longspan_{verb.__name__}")
-        function.argtypes, function.restype = [POINTER(verb)], c_int
-    found.longspan_set_parallel_for.argtypes = [c_void_p]
-    found.longspan_set_parallel_for.restype = None
-    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
-        path = Path(torch.__file__).parent / "lib" / name
-        if path.exists():
-            pool = ctypes.CDLL(str(path)).torch_parallel_for
-            found.longspan_set_parallel_for(ctypes.cast(pool, c_void_p))
-    return found
