@@ -5,12 +5,12 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu bench-gpu lint clean
+.PHONY: help demo test test-gpu test-sanitized bench bench-gpu lint clean
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard src/longspan/attention/*/csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	  "PYTHON must be 3.11 or newer, got " + sys.version.split()[0])'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -25,6 +25,16 @@ demo: $(READY)   ## Time every method on this machine, train a small model with 
 test: $(READY)   ## Run the tests (CPU)
 	@$(BIN)/python -m pytest -m "not gpu"
 
+# Built apart from the library in use. Python itself leaks by the sanitizer's measure, and torch has
+# no red zones; what the kernels read and write has.
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
+test-sanitized: $(READY)   ## Run the CPU kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@CFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" $(BIN)/python setup.py -q build_ext --force \
+	  --build-temp build/sanitized --build-lib build/sanitized
+	@LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest tests/attention/test_yoso_cpu.py \
+	  --kernels build/sanitized/longspan/attention/yoso/_cpu.so
+
 # A GPU machine usually has its own torch: name its Python to use that one instead of .venv,
 # as in `make test-gpu GPU_PYTHON=python3`.
 GPU_PYTHON ?= $(BIN)/python
@@ -34,6 +44,9 @@ on_gpu = if ! nvidia-smi -L >/dev/null 2>&1; then echo "No NVIDIA GPU here: $(1)
 
 test-gpu:        ## Run the tests that need an NVIDIA GPU
 	@$(call on_gpu,GPU tests were not run,pytest -m gpu)
+
+bench: $(READY)  ## Time every method beside exact attention on this CPU, to 65,536 tokens; rows go to results/
+	@$(BIN)/python -m longspan.bench.cpu results/cpu.jsonl
 
 bench-gpu:       ## Time YOSO beside exact attention on an NVIDIA GPU; rows go to results/
 	@$(call on_gpu,nothing was measured,longspan.bench.gpu results/yoso-gpu.jsonl)

@@ -1,6 +1,7 @@
 """Seeds, and a reason that prints where a GPU test cannot run."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,17 @@ if not torch.cuda.is_available():
 
 # The tensors here are small: a second thread costs more in waiting than it gives.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--kernels", type=Path, help="another build of the CPU kernels to test")
+
+
+def pytest_configure(config):
+    if config.getoption("--kernels"):
+        from longspan.attention.yoso import library
+
+        library.PATH = config.getoption("--kernels").resolve(strict=True)
 
 
 @pytest.fixture(autouse=True)

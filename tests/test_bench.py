@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import longspan
-from longspan.bench import MODES, Case, Timing, gpu, measure, timing_row
+from longspan import records
+from longspan.bench import MODES, Case, Timing, cpu, gpu, measure, timing_row
 
 
 @pytest.mark.parametrize("method", longspan.METHODS)
@@ -63,6 +64,12 @@ def test_repeats_fill_the_budget_and_end_at_the_maximum():
     assert measure(naps, budget=60, max_repeats=4)["nap"].repeats == 4
 
 
+def test_a_call_beyond_patience_is_made_once():
+    naps = {"long": lambda: time.sleep(0.02), "short": lambda: None}
+    timings = measure(naps, budget=0, warmup=0, min_repeats=3, patience=0.01)
+    assert (timings["long"].repeats, timings["short"].repeats) == (1, 3)
+
+
 def test_on_round_sees_every_round():
     seen = []
     measure({"a": lambda: None}, budget=0, min_repeats=3, on_round=lambda t: seen.append(t["a"]))
@@ -96,3 +103,34 @@ def test_gpu_rows_compare_equal_work_at_every_length(length, heads):
     assert {(c.length, c.heads, c.dtype, c.device) for c in cases.values()} == {
         (length, heads, "bfloat16", "cuda")
     }
+
+
+def test_cpu_rows_hold_every_method_and_its_ratio(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cpu, "BUDGET", 0)
+    cpu.main(str(tmp_path / "rows.jsonl"), lengths=(32, 64))
+    rows = records.read(tmp_path / "rows.jsonl")
+    assert {row["method"] for row in rows} == set(longspan.METHODS)
+    assert {(row["length"], row["mode"]) for row in rows} == {
+        (n, m) for n in (32, 64) for m in MODES
+    }
+    exact = {(r["length"], r["mode"]): r["seconds"] for r in rows if r["name"] == "softmax"}
+    for row in rows:
+        assert row["ratio"] == exact[row["length"], row["mode"]] / row["seconds"]
+    assert "yoso_expectation eager" in capsys.readouterr().out
+
+
+def test_the_eager_expectation_is_ours():
+    inputs = cpu._inputs(Case("yoso_expectation", 40, heads=2, head_dim=8), MODES[1])
+    g = torch.randn_like(inputs[0])
+    results = []
+    for attend in (cpu._Eager.attend, longspan.yoso_expectation):
+        y = attend(*inputs)
+        results.append([y, *torch.autograd.grad(y, inputs, g)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_what_would_take_too_long_is_left_out():
+    before = {"softmax": 1e9, "yoso fused": 1.0, "strided": 1e9, "yoso_expectation eager": 0.1}
+    left = [name for name in before if cpu._too_long(name, 8192, before)]
+    assert left == ["strided", "yoso_expectation eager"]
