@@ -29,11 +29,11 @@ test: $(READY)   ## Run the tests (CPU)
 # no red zones; what the kernels read and write has.
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 test-sanitized: $(READY)   ## Run the CPU kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	@CFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" $(BIN)/python setup.py -q build_ext --force \
+	@CXXFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" $(BIN)/python setup.py -q build_ext --force \
 	  --build-temp build/sanitized --build-lib build/sanitized
 	@LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest tests/attention/test_yoso_cpu.py \
-	  --kernels build/sanitized/longspan/attention/yoso/_cpu.so
+	  --capture=sys --kernels build/sanitized/longspan/attention/yoso/_cpu.so
 
 # A GPU machine usually has its own torch: name its Python to use that one instead of .venv,
 # as in `make test-gpu GPU_PYTHON=python3`.

@@ -6,6 +6,9 @@
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
 
 namespace longspan {
 namespace LONGSPAN_ISA {
@@ -63,15 +66,20 @@ static int parallel(int64_t items, int64_t workers, size_t bytes, F item) {
     return job.status;
 }
 
-// Parts of a worker's scratch memory.
+// Parts of a worker's scratch memory; the sanitizer sees the gaps between them.
 struct Arena {
     char* start;
     size_t size;
     template <class T>
     T* take(int64_t count) {
-        T* p = (T*)(start + size);
-        size += ((size_t)count * sizeof(T) + 63) / 64 * 64;
-        return p;
+        char* p = (char*)((uintptr_t)start + size);
+        size_t used = (size_t)count * sizeof(T), room = (used + 63) / 64 * 64;
+#ifdef __SANITIZE_ADDRESS__
+        room += 64;
+        if (start) __asan_poison_memory_region(p + used, room - used);
+#endif
+        size += room;
+        return (T*)p;
     }
 };
 

@@ -207,7 +207,7 @@ static inline vs multiply_high(vs x, vs y) {
 
 static inline vf root(vf x) {
 #if defined(__AVX512BW__)
-    return (vf)_mm512_sqrt_ps((__m512)x);
+    return (vf)_mm512_maskz_sqrt_ps(0xffff, (__m512)x);
 #elif defined(__AVX2__)
     return (vf)_mm256_sqrt_ps((__m256)x);
 #else
