@@ -373,6 +373,11 @@ def test_half_precision_is_read_by_the_kernels(monkeypatch):
 
 
 @needs_library
+def test_doctor_names_the_instruction_set(instructions):
+    assert doctor.examine()["CPU kernels"] == [f"built, on {instructions} instructions"]
+
+
+@needs_library
 def test_float64_has_the_reference_alone():
     q, k, v = qkv(dtype=torch.float64)
     with pytest.raises(NotImplementedError, match=r"no fused kernel for torch\.float64"):
@@ -391,6 +396,7 @@ def test_without_the_library_auto_takes_the_reference_and_fused_says_what_is_mis
         assert torch.equal(longspan.yoso(q, k, v, seed=1), expected)
         with pytest.raises(NotImplementedError, match=r"installed without a C\+\+ compiler"):
             longspan.yoso(q, k, v, impl="fused")
+        assert doctor.examine()["CPU kernels"][0].startswith("none: yoso's kernels for the CPU")
         said = {line.split()[0]: line for line in doctor.examine()["Methods on cpu"]}
         assert "reference: yoso's kernels for the CPU were not built" in said["yoso"]
         (tmp_path / "_cpu.so").write_bytes(b"not a library")

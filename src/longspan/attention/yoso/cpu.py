@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.attention import dispatch
-from longspan.attention.random import Seed, signs
+from longspan.attention.random import Seed
 from longspan.attention.yoso import library
 from longspan.attention.yoso.hashing import projections
 
@@ -207,47 +207,26 @@ def gaussian_planes(
 
 def hash_codes(
     q: Tensor, k: Tensor, hashing: str, seed: int, num_hashes: int, hash_bits: int
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Codes of queries and keys: (B, H, num_hashes, N), uint8 or uint16."""
-    _, heads, _, channels = q.shape
+    batch, heads, queries, channels = q.shape
+    keys, dtype = k.shape[2], torch.uint8 if hash_bits <= 8 else torch.uint16
+    q_codes = torch.empty(batch, heads, num_hashes, queries, dtype=dtype)
+    k_codes = torch.empty(batch, heads, num_hashes, keys, dtype=dtype)
+    hashed = dict(
+        q=q, k=k, q_codes=q_codes, k_codes=k_codes, batch=batch, heads=heads, queries=queries,
+        keys=keys, channels=channels, hashes=num_hashes, bits=hash_bits,
+    )  # fmt: skip
     width = 1 << (channels - 1).bit_length()
     if hashing == "hadamard" and width in HADAMARD_WIDTHS:
-        shape = (heads, -(-num_hashes // width), hash_bits, 3, width)
-        coins = signs(seed, shape, q.device).to(torch.int16)
-        return [_hadamard_codes(x, coins, num_hashes, hash_bits) for x in (q, k)]
+        library.call("hadamard_codes", **hashed, seed=seed, width=width)
+        return q_codes, k_codes
     if hashing == "hadamard":
         planes = projections(hashing, seed, heads, channels, num_hashes, hash_bits, q.device)
     else:
         planes = gaussian_planes(seed, heads, num_hashes, hash_bits, channels)
-    return [_plane_codes(x, planes) for x in (q, k)]
-
-
-def _plane_codes(x: Tensor, planes: Tensor) -> Tensor:
-    batch, heads, tokens, channels = x.shape
-    _, num_hashes, hash_bits, _ = planes.shape
-    codes = _empty_codes(batch, heads, num_hashes, tokens, hash_bits)
-    library.call(
-        "hash_codes",
-        x=x, planes=planes, codes=codes, batch=batch, heads=heads, tokens=tokens,
-        channels=channels, hashes=num_hashes, bits=hash_bits,
-    )  # fmt: skip
-    return codes
-
-
-def _hadamard_codes(x: Tensor, coins: Tensor, num_hashes: int, hash_bits: int) -> Tensor:
-    batch, heads, tokens, channels = x.shape
-    codes = _empty_codes(batch, heads, num_hashes, tokens, hash_bits)
-    library.call(
-        "hadamard_codes",
-        x=x, signs=coins, codes=codes, batch=batch, heads=heads, tokens=tokens,
-        channels=channels, width=coins.shape[4], hashes=num_hashes, bits=hash_bits,
-    )  # fmt: skip
-    return codes
-
-
-def _empty_codes(batch: int, heads: int, hashes: int, tokens: int, bits: int) -> Tensor:
-    dtype = torch.uint8 if bits <= 8 else torch.uint16
-    return torch.empty(batch, heads, hashes, tokens, dtype=dtype)
+    library.call("hash_codes", **hashed, planes=planes)
+    return q_codes, k_codes
 
 
 def _num_buckets(keys: int, hash_bits: int) -> int:

@@ -19,10 +19,11 @@ class _Rows(Structure):
 
 
 _KINDS: dict[str, Any] = {"&": _Rows, "*": c_void_p, ".": c_float}
+_HASHED = "&q &k *q_codes *k_codes batch heads queries keys channels hashes bits workers"
 # The verbs of csrc/yoso.h and their arguments: &rows, *address, .float, and integers.
 VERBS = {
-    "hash_codes": "&x *planes *codes batch heads tokens channels hashes bits workers",
-    "hadamard_codes": "&x *signs *codes batch heads tokens channels width hashes bits workers",
+    "hash_codes": f"{_HASHED} *planes",
+    "hadamard_codes": f"{_HASHED} seed width",
     "compact_codes": "*q_codes *k_codes groups queries keys bits workers",
     "collide": "&x *from_codes *from_mask *to_codes *to_mask *total *y y_type *inverse .scale"
     " batch heads from_tokens to_tokens channels hashes buckets wide workers",

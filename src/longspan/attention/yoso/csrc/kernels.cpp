@@ -277,6 +277,32 @@ static void gaussian(int64_t seed, int64_t count, float* out, int64_t workers) {
 
 static const int64_t BLOCK = 96;  // tokens hashed at a time, a multiple of ROWS
 
+// A run of tokens of a head to hash: all runs of a head follow each other, queries and keys.
+struct Run {
+    const Rows* x;
+    void* codes;
+    int64_t b, h, first, count, tokens;
+};
+
+static inline int64_t runs_of_head(const Hashed& a, int64_t block) {
+    return a.batch * ((a.queries + block - 1) / block + (a.keys + block - 1) / block);
+}
+
+static inline Run run_of(const Hashed& a, int64_t block, int64_t item) {
+    int64_t of_q = (a.queries + block - 1) / block, of_k = (a.keys + block - 1) / block;
+    int64_t of_head = a.batch * (of_q + of_k), i = item % of_head % (of_q + of_k);
+    bool is_q = i < of_q;
+    Run r = {is_q ? &a.q : &a.k, is_q ? a.q_codes : a.k_codes, item % of_head / (of_q + of_k),
+             item / of_head, (is_q ? i : i - of_q) * block, 0, is_q ? a.queries : a.keys};
+    r.count = least(block, r.tokens - r.first);
+    return r;
+}
+
+// Where the codes of a hash begin.
+static inline int64_t place(const Hashed& a, const Run& r, int64_t hash) {
+    return ((r.b * a.heads + r.h) * a.hashes + hash) * r.tokens + r.first;
+}
+
 static void store_codes(void* codes, int64_t at, const uint32_t* x, int64_t count, int64_t bits) {
     if (bits <= 8)
         for (int64_t t = 0; t < count; t++) ((uint8_t*)codes)[at + t] = (uint8_t)x[t];
@@ -306,57 +332,58 @@ static inline void sign_tile(
     }
 }
 
-static int hash_codes(const HashCodes* a) {
-    const int64_t panel_columns = NV * W, columns = a->hashes * a->bits;
+static int hash_codes(const HashCodes* args) {
+    const Hashed& a = args->x;
+    const int64_t panel_columns = NV * W, columns = a.hashes * a.bits;
     const int64_t panels = (columns + panel_columns - 1) / panel_columns;
-    const int64_t panel_size = a->channels * panel_columns, ld = padded(a->channels);
-    const int64_t blocks = (a->tokens + BLOCK - 1) / BLOCK, of_head = a->batch * blocks;
+    const int64_t panel_size = a.channels * panel_columns, ld = padded(a.channels);
+    const int64_t octet_bytes = (panels * panel_columns / 8 + 2) * BLOCK;
+    const int64_t of_head = runs_of_head(a, BLOCK);
     auto carve = [&](Arena arena, float*& packed, float*& x, uint8_t*& octets) {
         packed = arena.take<float>(panels * panel_size);
         x = arena.take<float>(BLOCK * ld);
-        octets = arena.take<uint8_t>((panels * panel_columns / 8 + 2) * BLOCK);
+        octets = arena.take<uint8_t>(octet_bytes);
         return arena.size;
     };
     float *packed, *x;
     uint8_t* octets;
     size_t bytes = carve(Arena{nullptr, 0}, packed, x, octets);
-    return parallel(a->heads * of_head, a->workers, bytes, [&](int64_t item, char* s, int64_t last) {
+    return parallel(a.heads * of_head, a.workers, bytes, [&](int64_t item, char* s, int64_t last) {
         float *packed, *x;
         uint8_t* octets;
         carve(Arena{s, 0}, packed, x, octets);
-        int64_t h = item / of_head, b = item % of_head / blocks, t0 = item % blocks * BLOCK;
-        int64_t count = least(BLOCK, a->tokens - t0);
-        if (last < 0 || last / of_head != h) {
+        Run run = run_of(a, BLOCK, item);
+        if (last < 0 || last / of_head != run.h) {
             memset(packed, 0, sizeof(float) * (size_t)(panels * panel_size));
-            memset(octets, 0, (size_t)((panels * panel_columns / 8 + 2) * BLOCK));
-            const float* plane = a->planes + h * columns * a->channels;
+            memset(octets, 0, (size_t)octet_bytes);
+            const float* plane = args->planes + run.h * columns * a.channels;
             for (int64_t c = 0; c < columns; c++) {
                 float* out = packed + c / panel_columns * panel_size + c % panel_columns;
-                for (int64_t d = 0; d < a->channels; d++) out[d * panel_columns] = *plane++;
+                for (int64_t d = 0; d < a.channels; d++) out[d * panel_columns] = *plane++;
             }
         }
-        for (int64_t t = 0; t < count; t++) widen_row(a->x, b, h, t0 + t, x + t * ld, a->channels);
+        for (int64_t t = 0; t < run.count; t++)
+            widen_row(*run.x, run.b, run.h, run.first + t, x + t * ld, a.channels);
         for (int64_t p = 0; p < panels; p++) {
             const float* panel = packed + p * panel_size;
             uint8_t* o = octets + p * panel_columns / 8 * BLOCK;
             int64_t t = 0;
-            for (; t + ROWS <= count; t += ROWS)
-                sign_tile<ROWS>(x + t * ld, ld, panel, a->channels, o + t);
-            for (; t < count; t++) sign_tile<1>(x + t * ld, ld, panel, a->channels, o + t);
+            for (; t + ROWS <= run.count; t += ROWS)
+                sign_tile<ROWS>(x + t * ld, ld, panel, a.channels, o + t);
+            for (; t < run.count; t++) sign_tile<1>(x + t * ld, ld, panel, a.channels, o + t);
         }
-        for (int64_t m = 0; m < a->hashes; m++) {
-            int64_t at = ((b * a->heads + h) * a->hashes + m) * a->tokens + t0;
-            const uint8_t* o = octets + m * a->bits / 8 * BLOCK;
-            if (a->bits == 8) {
-                memcpy((uint8_t*)a->codes + at, o, (size_t)count);
+        for (int64_t m = 0; m < a.hashes; m++) {
+            const uint8_t* o = octets + m * a.bits / 8 * BLOCK;
+            if (a.bits == 8) {
+                memcpy((uint8_t*)run.codes + place(a, run, m), o, (size_t)run.count);
                 continue;
             }
-            uint32_t code[BLOCK], shift = m * a->bits % 8, mask = (1u << a->bits) - 1;
+            uint32_t code[BLOCK], shift = m * a.bits % 8, mask = (1u << a.bits) - 1;
             for (int64_t t = 0; t < BLOCK; t++) {
                 uint32_t word = o[t] | (uint32_t)o[BLOCK + t] << 8 | (uint32_t)o[2 * BLOCK + t] << 16;
                 code[t] = word >> shift & mask;
             }
-            store_codes(a->codes, at, code, count, a->bits);
+            store_codes(run.codes, place(a, run, m), code, run.count, a.bits);
         }
     });
 }
@@ -408,20 +435,19 @@ static inline void hadamard(const vs* in, vs* out, int width, Change change) {
 }
 
 // Unit rows times `length`, rounded; then channel by channel.
-static void quantise(const Rows& x, int64_t b, int64_t h, int64_t t0, int64_t count,
-                     int64_t channels, float length, int64_t ld, float* wide, int16_t* rows,
-                     vs* out) {
+static void quantise(const Run& run, int64_t channels, float length, int64_t ld, float* wide,
+                     int16_t* rows, vs* out) {
+    typedef int16_t narrow_any __attribute__((vector_size(2 * W), aligned(2), may_alias));
+    typedef int16_t narrow_t __attribute__((vector_size(2 * W)));
     memset(rows, 0, sizeof(int16_t) * (size_t)(LANES * ld));
-    for (int64_t t = 0; t < count; t++) {
-        widen_row(x, b, h, t0 + t, wide, channels);
+    for (int64_t t = 0; t < run.count; t++) {
+        widen_row(*run.x, run.b, run.h, run.first + t, wide, channels);
         vf factor = splat(length * inverse_root(dot(wide, wide, channels)));
         for (int64_t c = 0; c < padded(channels); c += W) {
             vf y = load(wide + c) * factor;
             // NaN and infinity, which have no direction, become zero.
             y = pick(y * y <= length * length * 1.01f, y, vf{});
             y += pick(y > 0, splat(0.5f), splat(-0.5f));
-            typedef int16_t narrow_any __attribute__((vector_size(2 * W), aligned(2), may_alias));
-            typedef int16_t narrow_t __attribute__((vector_size(2 * W)));
             *(narrow_any*)(rows + t * ld + c) =
                 __builtin_convertvector(__builtin_convertvector(y, vi), narrow_t);
         }
@@ -429,53 +455,68 @@ static void quantise(const Rows& x, int64_t b, int64_t h, int64_t t0, int64_t co
     for (int64_t c = 0; c < ld; c += LANES) transpose(rows + c, ld, (int16_t*)(out + c));
 }
 
-static int hadamard_codes(const HadamardCodes* a) {
-    const int width = (int)a->width;
-    const int64_t ld = width < LANES ? LANES : width, wide_ld = padded(a->channels);
-    const int64_t groups = (a->hashes + width - 1) / width;
-    const int64_t blocks = (a->tokens + LANES - 1) / LANES, of_head = a->batch * blocks;
+// The signs of a head: ±1 for the first transform, ±`scale` for the second and third.
+static void draw_signs(uint64_t seed, int64_t first, int64_t count, int64_t width, int16_t scale,
+                       int16_t* out) {
+    for (int64_t i = 0; i < count; i += W / 2) {
+        vul place = {};
+        for (int j = 0; j < W / 2; j++) place[j] = (uint64_t)(first + i + j);
+        vul bits = random_bits(seed, place);
+        for (int64_t j = i; j < least(count, i + W / 2); j++) {
+            int16_t size = j / width % 3 ? scale : 1;
+            out[j] = bits[j - i] & 1 ? size : (int16_t)-size;
+        }
+    }
+}
+
+static int hadamard_codes(const HadamardCodes* args) {
+    const Hashed& a = args->x;
+    const int width = (int)args->width;
+    const int64_t ld = width < LANES ? LANES : width;
+    const int64_t groups = (a.hashes + width - 1) / width, coins = groups * a.bits * 3 * width;
+    const int64_t of_head = runs_of_head(a, LANES);
     // A product of a unit vector with H is at most √width long in any channel; three roundings of
     // at most half a unit a channel must not take it past 16 bits.
     const float root_width = sqrtf((float)width);
     const float length = 32767 / root_width - 1.5f * root_width - 2;
     const int16_t unscale = (int16_t)(32768 / root_width + 0.5f);
-    auto carve = [&](Arena arena, vs** v, float** wide, int16_t** rows) {
+    auto carve = [&](Arena arena, vs** v, float*& wide, int16_t*& rows, int16_t*& signs) {
         for (int i = 0; i < 4; i++) v[i] = arena.take<vs>(ld);
-        *wide = arena.take<float>(wide_ld > ld ? wide_ld : ld);
-        *rows = arena.take<int16_t>(LANES * (wide_ld > ld ? wide_ld : ld));
+        wide = arena.take<float>(ld);
+        rows = arena.take<int16_t>(LANES * ld);
+        signs = arena.take<int16_t>(coins);
         return arena.size;
     };
     vs* v[4];
     float* wide;
-    int16_t* rows;
-    size_t bytes = carve(Arena{nullptr, 0}, v, &wide, &rows);
-    return parallel(a->heads * of_head, a->workers, bytes, [&](int64_t item, char* s, int64_t) {
+    int16_t *rows, *signs;
+    size_t bytes = carve(Arena{nullptr, 0}, v, wide, rows, signs);
+    return parallel(a.heads * of_head, a.workers, bytes, [&](int64_t item, char* s, int64_t last) {
         vs* v[4];
         float* wide;
-        int16_t* rows;
-        carve(Arena{s, 0}, v, &wide, &rows);
+        int16_t *rows, *signs;
+        carve(Arena{s, 0}, v, wide, rows, signs);
         vs *x = v[0], *y = v[1], *z = v[2], *code = v[3];
-        int64_t h = item / of_head, b = item % of_head / blocks, t0 = item % blocks * LANES;
-        int64_t count = least((int64_t)LANES, a->tokens - t0);
-        quantise(a->x, b, h, t0, count, a->channels, length, ld, wide, rows, x);
+        Run run = run_of(a, LANES, item);
+        if (last < 0 || last / of_head != run.h)
+            draw_signs((uint64_t)args->seed, run.h * coins, coins, width, unscale, signs);
+        quantise(run, a.channels, length, ld, wide, rows, x);
         for (int64_t group = 0; group < groups; group++) {
-            int64_t used = least((int64_t)width, a->hashes - group * width);
+            int64_t used = least((int64_t)width, a.hashes - group * width);
             int rows_used = 1;
             while (rows_used < used) rows_used *= 2;
             memset(code, 0, sizeof(vs) * (size_t)used);
-            for (int64_t t = 0; t < a->bits; t++) {
-                const int16_t* sign = a->signs + ((h * groups + group) * a->bits + t) * 3 * width;
+            for (int64_t t = 0; t < a.bits; t++) {
+                const int16_t* sign = signs + (group * a.bits + t) * 3 * width;
                 hadamard(x, y, width, [&](vs u, int i) { return u * splat16(sign[i]); });
-                auto next = [&](vs u, int i) {
-                    return multiply_high(u, splat16((int16_t)(sign[width + i] * unscale)));
-                };
-                hadamard(y, y, width, next);
+                hadamard(y, y, width, [&](vs u, int i) {
+                    return multiply_high(u, splat16(sign[width + i]));
+                });
                 // The first rows of H repeat themselves: add up what they treat alike.
                 for (int i = 0; i < rows_used; i++) {
                     vs total = {};
                     for (int j = i; j < width; j += rows_used)
-                        total += multiply_high(
-                            y[j], splat16((int16_t)(sign[2 * width + j] * unscale)));
+                        total += multiply_high(y[j], splat16(sign[2 * width + j]));
                     z[i] = total;
                 }
                 hadamard(z, z, rows_used, [](vs u, int) { return u; });
@@ -483,18 +524,15 @@ static int hadamard_codes(const HadamardCodes* a) {
                 for (int64_t i = 0; i < used; i++) code[i] |= (vs)(z[i] > 0) & bit;
             }
             for (int64_t i = 0; i < used; i++) {
-                int64_t m = group * width + i;
-                int64_t at = ((b * a->heads + h) * a->hashes + m) * a->tokens + t0;
-                if (a->bits <= 8) {
-                    typedef uint8_t bytes_t __attribute__((vector_size(2 * W)));
-                    bytes_t octets = __builtin_convertvector(code[i], bytes_t);
-                    if (count == LANES)
-                        memcpy((uint8_t*)a->codes + at, &octets, LANES);
-                    else
-                        memcpy((uint8_t*)a->codes + at, &octets, (size_t)count);
-                } else {
-                    memcpy((uint16_t*)a->codes + at, &code[i], sizeof(uint16_t) * (size_t)count);
-                }
+                typedef uint8_t bytes_t __attribute__((vector_size(2 * W)));
+                bytes_t octets = __builtin_convertvector(code[i], bytes_t);
+                int64_t at = place(a, run, group * width + i);
+                if (a.bits > 8)
+                    memcpy((uint16_t*)run.codes + at, &code[i], 2 * (size_t)run.count);
+                else if (run.count == LANES)
+                    memcpy((uint8_t*)run.codes + at, &octets, LANES);
+                else
+                    memcpy((uint8_t*)run.codes + at, &octets, (size_t)run.count);
             }
         }
     });

@@ -17,20 +17,24 @@ struct Rows {
     int64_t batch, head, token;  // strides, in elements
 };
 
-// Σ_t 2^t [x · plane_t > 0], planes (H, m, τ, D).
-struct HashCodes {
-    Rows x;
-    const float* planes;
-    void* codes;
-    int64_t batch, heads, tokens, channels, hashes, bits, workers;
+// Queries and keys to hash, and where their codes go.
+struct Hashed {
+    Rows q, k;
+    void *q_codes, *k_codes;
+    int64_t batch, heads, queries, keys, channels, hashes, bits, workers;
 };
 
-// The same for rows of H·D₃·H·D₂·H·D₁ with signs (H, groups, τ, 3, width), worked in 16-bit integers.
+// Σ_t 2^t [x · plane_t > 0], planes (H, m, τ, D).
+struct HashCodes {
+    Hashed x;
+    const float* planes;
+};
+
+// The same for rows of H·D₃·H·D₂·H·D₁ with signs drawn from the seed as (H, groups, τ, 3, width),
+// worked in 16-bit integers.
 struct HadamardCodes {
-    Rows x;
-    const int16_t* signs;
-    void* codes;
-    int64_t batch, heads, tokens, channels, width, hashes, bits, workers;
+    Hashed x;
+    int64_t seed, width;
 };
 
 // Renumber codes in place, equal ones alike: those of keys from 0, all that no key has as `keys`.
