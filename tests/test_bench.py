@@ -132,5 +132,7 @@ def test_the_eager_expectation_is_ours():
 
 def test_what_would_take_too_long_is_left_out():
     before = {"softmax": 1e9, "yoso fused": 1.0, "strided": 1e9, "yoso_expectation eager": 0.1}
-    left = [name for name in before if cpu._too_long(name, 8192, before)]
-    assert left == ["strided", "yoso_expectation eager"]
+    left = [name for name in (*before, "dropped") if cpu._too_long(name, 8192, before, 2)]
+    assert left == ["strided", "yoso_expectation eager", "dropped"]
+    assert not cpu._too_long("strided", 8192, {}, 1)
+    assert cpu._too_long("yoso fused", 8192, before, 8)

@@ -1,6 +1,6 @@
 """Rows for a CPU: every method beside exact attention, both passes, over length.
 
-    python -m longspan.bench.cpu results/cpu.jsonl
+    python -m longspan.bench.cpu results/cpu.jsonl [tokens …]
 
 One sequence, 8 heads of 64, float32. All that is timed at a length takes turns in one process; what
 would take too long at the next length is left out there, except exact attention.
@@ -115,11 +115,13 @@ class _Eager(torch.autograd.Function):
 MOST_EAGER = 4096
 
 
-def _too_long(name: str, length: int, before: dict[str, float]) -> bool:
-    """Whether a contender is left out: at twice the length it may take four times as long."""
+def _too_long(name: str, length: int, before: dict[str, float], growth: float) -> bool:
+    """Whether a contender is left out: `growth` times as many tokens may take that squared."""
     if name == "yoso_expectation eager" and length > MOST_EAGER:
         return True
-    return name != EXACT and (name not in before or 4 * before[name] > LIMIT)
+    if name == EXACT or not before:
+        return False
+    return name not in before or growth**2 * before[name] > LIMIT
 
 
 def main(path: str, lengths: tuple[int, ...] = LENGTHS) -> None:
@@ -127,11 +129,11 @@ def main(path: str, lengths: tuple[int, ...] = LENGTHS) -> None:
     for mode in MODES:
         print(f"\n{mode}: milliseconds, and the time of {EXACT} divided by it", flush=True)
         before: dict[str, float] = {}
-        for length in lengths:
+        for last, length in zip((lengths[0], *lengths), lengths, strict=False):
             found = {
                 name: (case, call)
                 for name, case, call in contenders(length, mode)
-                if not before or not _too_long(name, length, before)
+                if not _too_long(name, length, before, length / last)
             }
             timings = measure(
                 {name: _announced(name, length, call) for name, (_, call) in found.items()},
@@ -173,4 +175,4 @@ def _show(length: int, timings: dict[str, Timing]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "results/cpu.jsonl")
+    main(sys.argv[1], tuple(map(int, sys.argv[2:])) or LENGTHS)
