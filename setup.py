@@ -61,7 +61,7 @@ setup(
         Extension(
             "longspan.attention.yoso._cpu",
             sources=[str(SOURCES / "kernels.cpp"), str(SOURCES / "dispatch.cpp")],
-            depends=[str(SOURCES / name) for name in ("yoso.h", "vector.h")],
+            depends=sorted(map(str, SOURCES.glob("*.h"))),
             optional=True,
         )
     ],
