@@ -25,7 +25,7 @@ def pytest_configure(config):
     if config.getoption("--kernels"):
         from longspan.attention.yoso import library
 
-        library.PATH = config.getoption("--kernels").resolve(strict=True)
+        library.use(config.getoption("--kernels").resolve(strict=True))
 
 
 @pytest.fixture(autouse=True)

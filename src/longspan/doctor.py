@@ -80,10 +80,8 @@ def _compiler() -> str:
 
 
 def _kernels() -> str:
-    try:
-        return f"built, on {library.instructions()} instructions"
-    except OSError as error:
-        return f"none: {error}"
+    missing = library.missing
+    return f"none: {missing}" if missing else f"built, on {library.instructions()} instructions"
 
 
 def _implementations(device: str) -> list[str]:

@@ -188,7 +188,7 @@ BAD = {
         lambda: longspan.YosoAttention(3, num_hash=2),
         TypeError,
         "options of YosoAttention must be among num_hashes, hash_bits, hashing, gradient, "
-        "normalize, seed, impl, got 'num_hash' (did you mean 'num_hashes'?)",
+        "backward_hashes, normalize, seed, impl, got 'num_hash' (did you mean 'num_hashes'?)",
     ),
 }
 

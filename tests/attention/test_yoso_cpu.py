@@ -26,7 +26,7 @@ HALF = [torch.bfloat16, torch.float16]
 @pytest.fixture(params=["plain", "avx2", "avx512"])
 def instructions(request):
     """Each instruction set in turn, then the best again."""
-    best, choose = library.instructions(), library.load().longspan_choose
+    best, choose = library.instructions(), library.handle.longspan_choose
     if not choose(request.param.encode()):
         pytest.skip(f"this machine has no {request.param}")
     yield request.param
@@ -388,19 +388,18 @@ def test_float64_has_the_reference_alone():
 def test_without_the_library_auto_takes_the_reference_and_fused_says_what_is_missing(
     monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(library, "PATH", tmp_path / "_cpu.so")
-    library.load.cache_clear()
-    try:
-        q, k, v = qkv()
-        expected = longspan.yoso(q, k, v, seed=1, impl="reference")
-        assert torch.equal(longspan.yoso(q, k, v, seed=1), expected)
-        with pytest.raises(NotImplementedError, match=r"installed without a C\+\+ compiler"):
-            longspan.yoso(q, k, v, impl="fused")
-        assert doctor.examine()["CPU kernels"][0].startswith("none: yoso's kernels for the CPU")
-        said = {line.split()[0]: line for line in doctor.examine()["Methods on cpu"]}
-        assert "reference: yoso's kernels for the CPU were not built" in said["yoso"]
-        (tmp_path / "_cpu.so").write_bytes(b"not a library")
-        with pytest.raises(NotImplementedError, match=r"_cpu\.so"):
-            longspan.yoso(q, k, v, impl="fused")
-    finally:
-        library.load.cache_clear()
+    for name in ("handle", "missing"):
+        monkeypatch.setattr(library, name, getattr(library, name))  # put back afterwards
+    library.use(tmp_path / "_cpu.so")
+    q, k, v = qkv()
+    expected = longspan.yoso(q, k, v, seed=1, impl="reference")
+    assert torch.equal(longspan.yoso(q, k, v, seed=1), expected)
+    with pytest.raises(NotImplementedError, match=r"installed without a C\+\+ compiler"):
+        longspan.yoso(q, k, v, impl="fused")
+    assert doctor.examine()["CPU kernels"][0].startswith("none: yoso's kernels for the CPU")
+    said = {line.split()[0]: line for line in doctor.examine()["Methods on cpu"]}
+    assert "reference: yoso's kernels for the CPU were not built" in said["yoso"]
+    (tmp_path / "_cpu.so").write_bytes(b"not a library")
+    library.use(tmp_path / "_cpu.so")
+    with pytest.raises(NotImplementedError, match=r"cannot be loaded: .*_cpu\.so"):
+        longspan.yoso(q, k, v, impl="fused")

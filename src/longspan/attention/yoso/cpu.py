@@ -23,18 +23,7 @@ def why_not(device: torch.device) -> list[str]:
     """Why the kernels cannot run on a device; empty where they can."""
     if device.type != "cpu":
         return dispatch.no_kernel("yoso", device)
-    missing = _missing()
-    return [missing] if missing else []
-
-
-@torch.compiler.assume_constant_result
-def _missing() -> str:
-    """Why there is no library; empty where there is one. A tracer need not look inside."""
-    try:
-        library.load()
-    except OSError as error:
-        return str(error)
-    return ""
+    return [library.missing] if library.missing else []
 
 
 def why_not_these(q: Tensor, v: Tensor, gradient: str) -> list[str]:
@@ -199,9 +188,9 @@ def gaussian_planes(
 ) -> Tensor:
     """Gaussian `projections`, drawn by the library: (H, num_hashes, hash_bits, D) in float32."""
     planes = torch.empty(heads, num_hashes, hash_bits, channels)
-    library.load().longspan_gaussian(
-        seed, planes.numel(), planes.data_ptr(), torch.get_num_threads()
-    )
+    assert library.handle is not None
+    threads = torch.get_num_threads()
+    library.handle.longspan_gaussian(seed, planes.numel(), planes.data_ptr(), threads)
     return planes
 
 

@@ -13,6 +13,9 @@ PATH = Path(__file__).with_name("_cpu.so")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NO_MEMORY, BAD_CODE = 1, 2
 
+handle: ctypes.CDLL | None = None
+missing = ""  # why there is none
+
 
 class _Rows(Structure):
     _fields_ = [("data", c_void_p), *((n, c_int64) for n in ("type", "batch", "head", "token"))]
@@ -44,15 +47,24 @@ def _structure(verb: str) -> type[Structure]:
     return type(verb, (Structure,), {"_fields_": _fields(verb)})
 
 
-@functools.cache
-def load() -> ctypes.CDLL:
-    """The library, given torch's threads; OSError says why there is none."""
-    if not PATH.exists():
-        raise OSError(
+def use(path: Path) -> None:
+    """Take the library in a file; where that fails, `missing` says why."""
+    global handle, missing
+    handle, missing = None, ""
+    if not path.exists():
+        missing = (
             "yoso's kernels for the CPU were not built: longspan was installed without a C++ "
             "compiler (install one, then pip install --force-reinstall --no-deps longspan)"
         )
-    found = ctypes.CDLL(str(PATH))
+        return
+    try:
+        handle = _load(path)
+    except OSError as error:
+        missing = f"yoso's kernels for the CPU cannot be loaded: {error}"
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    found = ctypes.CDLL(str(path))
     found.longspan_instructions.restype = ctypes.c_char_p
     found.longspan_gaussian.argtypes = [c_int64, c_int64, c_void_p, c_int64]
     found.longspan_gaussian.restype = None
@@ -62,17 +74,18 @@ def load() -> ctypes.CDLL:
     found.longspan_set_parallel_for.argtypes = [c_void_p]
     found.longspan_set_parallel_for.restype = None
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
-        path = Path(torch.__file__).parent / "lib" / name
-        if path.exists():
+        torch_cpu = Path(torch.__file__).parent / "lib" / name
+        if torch_cpu.exists():
             # torch's own pool: its number of threads is obeyed, and no second pool competes.
-            pool = ctypes.CDLL(str(path)).torch_parallel_for
+            pool = ctypes.CDLL(str(torch_cpu)).torch_parallel_for
             found.longspan_set_parallel_for(ctypes.cast(pool, c_void_p))
     return found
 
 
 def instructions() -> str:
     """The instruction set in use: "avx512", "avx2" or "plain"."""
-    return load().longspan_instructions().decode()
+    assert handle is not None
+    return handle.longspan_instructions().decode()
 
 
 def call(verb: str, **values: Any) -> None:
@@ -86,7 +99,7 @@ def call(verb: str, **values: Any) -> None:
             kept.append(value if straight else value.contiguous())
             value = _rows(kept[-1]) if kind is _Rows else kept[-1].data_ptr()
         arguments[name] = value
-    status = getattr(load(), f"longspan_{verb}")(_structure(verb)(**arguments))
+    status = getattr(handle, f"longspan_{verb}")(_structure(verb)(**arguments))
     if status == NO_MEMORY:
         raise MemoryError(f"yoso's {verb} could not get its scratch memory")
     if status == BAD_CODE:
@@ -95,3 +108,6 @@ def call(verb: str, **values: Any) -> None:
 
 def _rows(x: Tensor) -> _Rows:
     return _Rows(x.data_ptr(), TYPES[x.dtype], *x.stride()[:3])
+
+
+use(PATH)
