@@ -20,7 +20,7 @@ from torch import Tensor
 import longspan
 from longspan import records
 from longspan.attention.yoso import why_not_fused
-from longspan.bench.cases import MODES, Case
+from longspan.bench.cases import MODES, PROJECTED_LENGTH, Case
 from longspan.bench.measure import Timing, measure, timing_row
 
 LENGTHS = tuple(512 << i for i in range(8))
@@ -47,6 +47,8 @@ def contenders(length: int, mode: str) -> Iterator[tuple[str, Case, Call]]:
     for name in (EXACT, *(m for m in longspan.METHODS if m not in (EXACT, "yoso"))):
         case = Case(name, length)
         yield name, case, case.build(mode)
+        if name == "linformer":
+            yield "linformer frozen", case, _frozen(case, mode)
     case = Case("yoso_expectation", length)
     yield "yoso_expectation eager", case, _eager(case, mode)
     for name, options in YOSO_CASES.items():
@@ -75,6 +77,13 @@ def _passes(function: Callable[..., Tensor], inputs: list[Tensor], mode: str) ->
         return torch.autograd.grad(y, inputs, torch.ones_like(y))
 
     return forward_backward if mode == MODES[1] else forward
+
+
+def _frozen(case: Case, mode: str) -> Call:
+    """Linformer whose projections need no gradient."""
+    inputs = _inputs(case, mode)
+    e, f = torch.randn(2, PROJECTED_LENGTH, case.length) / case.length**0.5
+    return _passes(lambda q, k, v: longspan.linformer(q, k, v, e, f), inputs, mode)
 
 
 def _one_bucket(case: Case, mode: str) -> Call:
