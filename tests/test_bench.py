@@ -119,6 +119,14 @@ def test_cpu_rows_hold_every_method_and_its_ratio(tmp_path, monkeypatch, capsys)
     assert "yoso_expectation eager" in capsys.readouterr().out
 
 
+def test_cpu_rows_of_some_names_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu, "BUDGET", 0)
+    cpu.main(str(tmp_path / "rows.jsonl"), lengths=(32,), names=("nystrom", "linf"))
+    rows = records.read(tmp_path / "rows.jsonl")
+    assert {row["name"] for row in rows} == {"nystrom", "linformer", "linformer frozen"}
+    assert {row["ratio"] for row in rows} == {None}
+
+
 def test_the_eager_expectation_is_ours():
     inputs = cpu._inputs(Case("yoso_expectation", 40, heads=2, head_dim=8), MODES[1])
     g = torch.randn_like(inputs[0])

@@ -1,9 +1,10 @@
 """Rows for a CPU: every method beside exact attention, both passes, over length.
 
-    python -m longspan.bench.cpu results/cpu.jsonl [tokens …]
+    python -m longspan.bench.cpu results/cpu.jsonl [tokens …] [names …]
 
 One sequence, 8 heads of 64, float32. All that is timed at a length takes turns in one process; what
-would take too long at the next length is left out there, except exact attention.
+would take too long at the next length is left out there, except exact attention. Names, or how they
+begin, leave out all others.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def _too_long(name: str, length: int, before: dict[str, float], growth: float) -
     return name not in before or growth**2 * before[name] > LIMIT
 
 
-def main(path: str, lengths: tuple[int, ...] = LENGTHS) -> None:
+def main(path: str, lengths: tuple[int, ...] = LENGTHS, names: tuple[str, ...] = ("",)) -> None:
     """Measure, append rows to `path`, and print milliseconds and ratios to exact attention."""
     for mode in MODES:
         print(f"\n{mode}: milliseconds, and the time of {EXACT} divided by it", flush=True)
@@ -142,7 +143,7 @@ def main(path: str, lengths: tuple[int, ...] = LENGTHS) -> None:
             found = {
                 name: (case, call)
                 for name, case, call in contenders(length, mode)
-                if not _too_long(name, length, before, length / last)
+                if name.startswith(names) and not _too_long(name, length, before, length / last)
             }
             timings = measure(
                 {name: _announced(name, length, call) for name, (_, call) in found.items()},
@@ -152,7 +153,7 @@ def main(path: str, lengths: tuple[int, ...] = LENGTHS) -> None:
             )
             before = {name: timing.seconds for name, timing in timings.items()}
             for name, timing in timings.items():
-                ratio = timings[EXACT].seconds / timing.seconds
+                ratio = timings[EXACT].seconds / timing.seconds if EXACT in timings else None
                 row = timing_row(found[name][0], mode, timing)
                 records.append(path, row | {"name": name, "suite": "cpu", "ratio": ratio})
             _show(length, timings)
@@ -174,7 +175,7 @@ def _announced(name: str, length: int, call: Call) -> Call:
 def _show(length: int, timings: dict[str, Timing]) -> None:
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
-    exact = timings[EXACT].seconds
+    exact = timings[EXACT].seconds if EXACT in timings else math.nan
     print(f"{length:,} tokens")
     for name, t in timings.items():
         spread = f"{1000 * t.low:.1f}–{1000 * t.high:.1f}, {t.repeats} times"
@@ -184,4 +185,9 @@ def _show(length: int, timings: dict[str, Timing]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], tuple(map(int, sys.argv[2:])) or LENGTHS)
+    words = sys.argv[2:]
+    main(
+        sys.argv[1],
+        tuple(int(word) for word in words if word.isdigit()) or LENGTHS,
+        tuple(word for word in words if not word.isdigit()) or ("",),
+    )
