@@ -403,3 +403,18 @@ def test_without_the_library_auto_takes_the_reference_and_fused_says_what_is_mis
     library.use(tmp_path / "_cpu.so")
     with pytest.raises(NotImplementedError, match=r"cannot be loaded: .*_cpu\.so"):
         longspan.yoso(q, k, v, impl="fused")
+
+
+@needs_library
+def test_rows_that_no_cache_holds_take_narrow_slices():
+    """More than 16 MB of rows a head: the tables' columns are split, the sums are the same."""
+    q, k, v = qkv(batch=1, heads=1, queries=40_000, keys=30_000, channels=16, value_channels=64)
+    codes = cpu.hash_codes(q, k, "gaussian", 1, 3, 4)
+    y, _, _ = cpu.collide(codes[1], None, v, codes[0], None, 16, torch.float32, 1.0, False)
+    expected = torch.zeros(40_000, 64, dtype=torch.float64)
+    for h in range(3):
+        table = torch.zeros(16, 64, dtype=torch.float64)
+        table.index_add_(0, codes[1][0, 0, h].long(), v[0, 0].double())
+        expected += table[codes[0][0, 0, h].long()]
+    # Two thousand terms a bucket, one after the other in float32.
+    assert relative_error(y[0, 0], expected) < 5e-6

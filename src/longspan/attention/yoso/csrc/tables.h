@@ -8,6 +8,7 @@ namespace LONGSPAN_ISA {
 // collide: bucket_sum and bucket_gather, some hashes and channels at a time
 
 static const int64_t TABLE_BYTES = 256 << 10;  // what stays in a core's own cache
+static const int64_t FAR_BYTES = 16 << 20;     // rows of a head that no longer do
 static const int MAX_TABLES = 8;
 
 // A slice of at most 64 channels, in vectors.
@@ -120,8 +121,10 @@ static int collide(const Collide* a) {
     if (check_codes(a->from_codes, groups * a->hashes * a->from_tokens, a->buckets, a->wide) ||
         check_codes(a->to_codes, groups * a->hashes * a->to_tokens, a->buckets, a->wide))
         return BAD_CODE;
-    // Narrow slices where a table would not fit, or where heads alone would leave workers idle.
-    int64_t columns = 64;
+    // Narrow slices where a table would not fit, where heads alone would leave workers idle, and where
+    // rows come from memory each time: twice the tables then fit, and rows come half as often.
+    const bool far = (a->from_tokens + a->to_tokens) * width * 4 > FAR_BYTES;
+    int64_t columns = far ? 32 : 64;
     while (columns > 16 && (a->buckets * columns * 4 > TABLE_BYTES ||
                             groups * ((width + columns - 1) / columns) < a->workers))
         columns /= 2;
