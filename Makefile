@@ -5,12 +5,12 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-transformers test-gpu bench-gpu bench-fused lint clean
+.PHONY: help demo test test-transformers test-gpu test-sanitized bench bench-gpu bench-fused lint clean
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 20
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard src/longspan/attention/*/csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	  "PYTHON must be 3.11 or newer, got " + sys.version.split()[0])'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -33,6 +33,16 @@ test-transformers: $(READY)   ## Run the Hugging Face tests with another transfo
 	  --target $(OTHER) 'transformers==$(TRANSFORMERS)'
 	@PYTHONPATH=$(OTHER) $(BIN)/python -m pytest tests/huggingface tests/models tests/test_examples.py
 
+# Built apart from the library in use. Python itself leaks by the sanitizer's measure, and torch has
+# no red zones; what the kernels read and write has.
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
+test-sanitized: $(READY)   ## Run the CPU kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@CXXFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" $(BIN)/python setup.py -q build_ext --force \
+	  --build-temp build/sanitized --build-lib build/sanitized
+	@LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest tests/attention/test_yoso_cpu.py \
+	  --capture=sys --kernels build/sanitized/longspan/attention/yoso/_cpu.so
+
 # A GPU machine usually has its own torch: name its Python to use that one instead of .venv,
 # as in `make test-gpu GPU_PYTHON=python3`.
 GPU_PYTHON ?= $(BIN)/python
@@ -42,6 +52,9 @@ on_gpu = if ! nvidia-smi -L >/dev/null 2>&1; then echo "No NVIDIA GPU here: $(1)
 
 test-gpu:        ## Run the tests that need an NVIDIA GPU
 	@$(call on_gpu,GPU tests were not run,pytest -m gpu)
+
+bench: $(READY)  ## Time every method beside exact attention on this CPU, to 65,536 tokens; rows go to results/
+	@$(BIN)/python -m longspan.bench.cpu results/cpu.jsonl
 
 bench-gpu:       ## Time YOSO beside exact attention on an NVIDIA GPU; rows, tables, plot go to results/
 	@$(call on_gpu,nothing was measured,longspan.bench.gpu results/yoso-gpu.jsonl && \

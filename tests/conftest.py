@@ -2,6 +2,7 @@
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +30,17 @@ def pytest_report_header():
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--kernels", type=Path, help="another build of the CPU kernels to test")
+
+
+def pytest_configure(config):
+    if config.getoption("--kernels"):
+        from longspan.attention.yoso import library
+
+        library.use(config.getoption("--kernels").resolve(strict=True))
 
 
 @pytest.fixture(autouse=True)

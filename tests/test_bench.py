@@ -5,7 +5,7 @@ import torch
 
 import longspan
 from longspan import records
-from longspan.bench import MODES, Case, Timing, gpu, gpu_fused, measure, timing_row
+from longspan.bench import MODES, Case, Timing, cpu, gpu, gpu_fused, measure, timing_row
 from longspan.bench.cases import _draw
 
 
@@ -63,6 +63,12 @@ def test_repeats_fill_the_budget_and_end_at_the_maximum():
     naps = {"nap": lambda: time.sleep(0.01)}
     assert measure(naps, budget=0.1, max_repeats=1000)["nap"].repeats <= 10
     assert measure(naps, budget=60, max_repeats=4)["nap"].repeats == 4
+
+
+def test_a_call_beyond_patience_is_made_once():
+    naps = {"long": lambda: time.sleep(0.02), "short": lambda: None}
+    timings = measure(naps, budget=0, warmup=0, min_repeats=3, patience=0.01)
+    assert (timings["long"].repeats, timings["short"].repeats) == (1, 3)
 
 
 def test_on_round_sees_every_round():
@@ -212,3 +218,44 @@ def test_the_peer_computes_what_nystrom_does():
     expected = longspan.nystrom(q, k, v, num_landmarks=gpu_fused.LANDMARKS, init="original")
     # The same float32 products, in another order; the inverse amplifies their rounding.
     assert (actual - expected).norm() < 1e-3 * expected.norm()
+
+
+def test_cpu_rows_hold_every_method_and_its_ratio(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cpu, "BUDGET", 0)
+    cpu.main(str(tmp_path / "rows.jsonl"), lengths=(32, 64))
+    rows = records.read(tmp_path / "rows.jsonl")
+    assert {row["method"] for row in rows} == set(longspan.METHODS)
+    assert {(row["length"], row["mode"]) for row in rows} == {
+        (n, m) for n in (32, 64) for m in MODES
+    }
+    exact = {(r["length"], r["mode"]): r["seconds"] for r in rows if r["name"] == "softmax"}
+    for row in rows:
+        assert row["ratio"] == exact[row["length"], row["mode"]] / row["seconds"]
+    assert "yoso_expectation eager" in capsys.readouterr().out
+
+
+def test_cpu_rows_of_some_names_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu, "BUDGET", 0)
+    cpu.main(str(tmp_path / "rows.jsonl"), lengths=(32,), names=("nystrom", "linf"))
+    rows = records.read(tmp_path / "rows.jsonl")
+    assert {row["name"] for row in rows} == {"nystrom", "linformer", "linformer frozen"}
+    assert {row["ratio"] for row in rows} == {None}
+
+
+def test_the_eager_expectation_is_ours():
+    inputs = cpu._inputs(Case("yoso_expectation", 40, heads=2, head_dim=8), MODES[1])
+    g = torch.randn_like(inputs[0])
+    results = []
+    for attend in (cpu._Eager.attend, longspan.yoso_expectation):
+        y = attend(*inputs)
+        results.append([y, *torch.autograd.grad(y, inputs, g)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_what_would_take_too_long_is_left_out():
+    before = {"softmax": 1e9, "yoso fused": 1.0, "strided": 1e9, "yoso_expectation eager": 0.1}
+    left = [name for name in (*before, "dropped") if cpu._too_long(name, 8192, before, 2)]
+    assert left == ["strided", "yoso_expectation eager", "dropped"]
+    assert not cpu._too_long("strided", 8192, {}, 1)
+    assert cpu._too_long("yoso fused", 8192, before, 8)

@@ -10,6 +10,7 @@ import torch
 
 import longspan
 from longspan import records
+from longspan.attention.yoso import library
 
 EXTRAS = {
     "cuda": ("triton", "cuda-core"),
@@ -27,6 +28,7 @@ def examine() -> dict[str, list[str]]:
         "Machine": _machine(),
         "Optional extras": [_extra(name, packages) for name, packages in EXTRAS.items()],
         "C++ compiler": [_compiler()],
+        "CPU kernels": [_kernels()],
         **{f"Methods on {device}": _implementations(device) for device in devices()},
     }
 
@@ -76,6 +78,11 @@ def _compiler() -> str:
     names = (os.environ.get("CXX", ""), *COMPILERS)
     found = next((path for name in names if name and (path := shutil.which(name))), None)
     return f"found: {found}" if found else f"none found (looked for {', '.join(COMPILERS)})"
+
+
+def _kernels() -> str:
+    missing = library.missing
+    return f"none: {missing}" if missing else f"built, on {library.instructions()} instructions"
 
 
 def _implementations(device: str) -> list[str]:

@@ -42,13 +42,15 @@ def measure(
     warmup: int = 1,
     min_repeats: int = 3,
     max_repeats: int = 25,
+    patience: float = float("inf"),
     device: str = "cpu",
     on_round: Callable[[dict[str, Timing]], None] | None = None,
 ) -> dict[str, Timing]:
     """Time each of `calls` in turn, round after round, until `budget` seconds are spent.
 
     At least `min_repeats` rounds follow `warmup` rounds that do not count, even where they take
-    longer than the budget. `on_round` sees the timings so far after every round.
+    longer than the budget; a call that took longer than `patience` is not repeated. `on_round` sees
+    the timings so far after every round.
     """
     end = time.perf_counter() + budget
     in_a_row = dict.fromkeys(calls, 1)
@@ -61,7 +63,8 @@ def measure(
         if repeat >= min_repeats and time.perf_counter() > end:
             break
         for name, call in calls.items():
-            samples[name].append(_seconds(call, device, in_a_row[name]))
+            if not samples[name] or samples[name][0] <= patience:
+                samples[name].append(_seconds(call, device, in_a_row[name]))
         timings = {name: Timing.of(taken) for name, taken in samples.items()}
         if on_round is not None:
             on_round(timings)

@@ -9,7 +9,7 @@ from longspan.attention import checks, dispatch
 from longspan.attention.base import own_precision
 from longspan.attention.module import Attention, SeededAttention
 from longspan.attention.random import Seed, draw_seed
-from longspan.attention.yoso import expectation, kernels, reference
+from longspan.attention.yoso import cpu, expectation, kernels, reference
 
 HASHINGS = ("gaussian", "hadamard")
 GRADIENTS = ("surrogate", "true")
@@ -21,7 +21,7 @@ EXACT_OPTIONS = ("hash_bits", "gradient", "normalize", "impl")
 
 def why_not_fused(device: torch.device) -> list[str]:
     """Why `impl="fused"` cannot run on a device; empty where it can."""
-    return kernels.why_not(device)
+    return (cpu if device.type == "cpu" else kernels).why_not(device)
 
 
 def why_expectation_not_fused(device: torch.device) -> list[str]:
@@ -61,8 +61,9 @@ def yoso(
             of a code from a different product.
         gradient: of the collision probability p^τ with respect to the cosine: "surrogate" is the
             paper's lower bound (τ/2) p^τ, "true" the derivative, both on the sampled pairs. Its
-            reference looks at every pair: time N², memory N. Its fused kernel draws 16 tokens of a
-            fuller bucket, afresh for each token that meets it: linear, and right on average.
+            reference looks at every pair: time N², memory N; on a CPU the kernel at the pairs of a
+            bucket. On a GPU it draws 16 tokens of a fuller bucket, afresh for each token that meets
+            it: linear, and right on average.
         backward_hashes: how many of the hashes dq and dk are sampled with; None for all. Fewer are
             faster, and for a given gradient of the output still right on average: hashes are
             independent, so that the first ones are as random a choice as any. dv takes all.
@@ -81,8 +82,9 @@ def yoso(
         backward_hashes = num_hashes
     checks.integer("backward_hashes", backward_hashes, 1, num_hashes)
     checks.seed(seed)
-    reasons = why_not_fused(q.device) + kernels.why_not_these(q, v)
-    run = dispatch.select(impl, reference=reference.yoso, fused=kernels.yoso, reasons=reasons)
+    fused = cpu if q.device.type == "cpu" else kernels
+    reasons = fused.why_not(q.device) + fused.why_not_these(q, v)
+    run = dispatch.select(impl, reference=reference.yoso, fused=fused.yoso, reasons=reasons)
     seed = draw_seed(q.device) if seed is None else seed
     sampling = num_hashes, hash_bits, hashing, gradient, backward_hashes
     return run(q, k, v, key_mask, *sampling, normalize, seed)
