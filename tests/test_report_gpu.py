@@ -92,6 +92,12 @@ def test_the_last_row_of_a_key_counts_and_old_ones_are_passed_over(rows):
     assert [row["seconds"] for row in found if row["key"] == again["key"]] == [1.0]
 
 
+def test_what_rows_say_of_themselves_is_shown(rows):
+    assert "Of " not in report.markdown(rows).split("## Time")[0]
+    noted = [{**row, "note": "read off a wall"} if i < 2 else row for i, row in enumerate(rows)]
+    assert f"Of {len(rows)} rows, 2: read off a wall." in report.markdown(noted)
+
+
 @pytest.mark.parametrize("part", ["all", "forward-of-few-lengths"])
 def test_files_are_written_beside_the_rows(rows, part, tmp_path, capsys):
     if part != "all":

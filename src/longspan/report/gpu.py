@@ -64,6 +64,7 @@ def markdown(rows: Iterable[Row]) -> str:
         "`yoso 32` is 32 hashes of 8 bits through the fused kernels, with `log2 n bits` of that "
         "many instead; `reference` is plain torch, timed at a few lengths only since it is slow. "
         "Every length has 2^18 token-heads, and at least eight heads.",
+        *_notes(rows),
         "## Time",
         "Milliseconds per 2^18 token-heads and, in brackets, the time of the faster exact kernel "
         "in the same run divided by it. Inputs spread out (Gaussian).",
@@ -146,6 +147,12 @@ def draw(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
     about = f"{rows[-1]['dtype']}, 8-bit hashes, timed with 2^18 token-heads or more"
     figure.suptitle(f"Attention on one {gpu}: {about}", fontsize=12)
     figure.savefig(path, dpi=140, metadata={"Software": None})
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+    """What rows say of themselves, each once, with how many say it."""
+    notes = [row["note"] for row in rows if row.get("note")]
+    return [f"Of {len(rows)} rows, {notes.count(n)}: {n}." for n in dict.fromkeys(notes)]
 
 
 def _setting_and_inputs(row: Row) -> str:

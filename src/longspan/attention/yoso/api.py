@@ -15,7 +15,7 @@ HASHINGS = ("gaussian", "hadamard")
 GRADIENTS = ("surrogate", "true")
 MAX_HASH_BITS = 16
 EXPECTATION_ON_TRIAL = True  # its kernel has not been measured on a GPU yet
-EXACT_BELOW = 2048  # keys under which a fused `yoso_expectation` is faster than sampling
+EXACT_BELOW = 2048  # keys under which a fused `yoso_expectation` should be faster than sampling
 EXACT_OPTIONS = ("hash_bits", "gradient", "normalize", "impl")
 
 
@@ -147,7 +147,7 @@ class YosoAttention(SeededAttention):
         num_heads: heads H of the tensors to come.
         exact_below: tokens. Fewer keys than this, padding included, are not sampled: the module is
             then `yoso_expectation` with the same `hash_bits`, `gradient`, `normalize` and `impl`,
-            in training and in eval, and draws no seed. 0 always samples. None takes the measured
+            in training and in eval, and draws no seed. 0 always samples. None takes the expected
             crossover: 2,048 where `yoso_expectation` has a fused kernel that "auto" chooses, below
             which it is faster than sampling and free of its noise, and 0 elsewhere.
         conv_kernel: as in every module, see `Attention`.
