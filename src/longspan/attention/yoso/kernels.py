@@ -139,26 +139,28 @@ def yoso_forward(
 ) -> list[Tensor]:
     """The sum over collisions; if the backward is to follow, all that it needs to `keep`: 1/norm of
     the rows of the sum, the codes of q by hash and of k by token, the lists of k."""
-    from longspan.attention.yoso import triton
-
+    channels = q.shape[3]
+    if channels % 8:  # rows of whole 16-byte words
+        q, k = (F.pad(x, (0, -channels % 8)) for x in (q, k))
     with _on(q.device):
         q, k, v = (verbs.aligned(x) for x in (q, k, v))
         key_mask = None if key_mask is None else key_mask.contiguous()
         if planes is None:
-            tiles = verbs.gaussian_planes(
+            pieces = verbs.gaussian_planes(
                 number if place is None else place,
-                q.shape[1], q.shape[3], num_hashes, hash_bits, q.device,
+                q.shape[1], channels, num_hashes, hash_bits, q.device,
             )  # fmt: skip
         else:
-            tiles = verbs.plane_tiles(planes)
-        (q_token, q_hash), (k_token, k_hash) = triton.hash_codes(q, k, tiles, hash_bits)
+            pieces = verbs.plane_pieces(planes)
         bits = verbs.compact_bits(q.shape[2] + k.shape[2], hash_bits)
+        both = keep or bits != hash_bits
+        q_token, k_hash, *more = verbs.hash_codes(q, k, pieces, both=both)
         if bits != hash_bits:
-            q_hash, k_hash = verbs.compact_codes(q_hash, k_hash, bits)
-            q_token, k_token = q_hash.mT.contiguous(), k_hash.mT.contiguous()
+            q_hash, k_hash = verbs.compact_codes(more[0], k_hash, bits)
+            q_token, more = q_hash.mT.contiguous(), [q_hash, k_hash.mT.contiguous()]
         lists = verbs.bucket_lists(k_hash, key_mask, bits)
         y, inverse = verbs.collide(lists, v, q_token, None, bits, normalize=normalize)
-    return [y, inverse, q_hash, k_token, *lists] if keep else [y]
+    return [y, inverse, *more, *lists] if keep else [y]
 
 
 def _forward_fake(
