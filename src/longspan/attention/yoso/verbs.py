@@ -278,10 +278,12 @@ def surrogate(
     columns, room = _columns(padded, width), FLOAT16_ROOM / used
     new = functools.partial(torch.empty, dtype=torch.float16, device=q.device)
     q_rows, k_rows = (new(batch, heads, n, 2 * columns) for n in (queries, keys))
-    q_sums, k_sums = (new(batch, heads, n, columns).zero_() for n in (queries, keys))
+    q_sums, k_sums = (new(batch, heads, n, columns) for n in (queries, keys))
     rows, blocks = _launch_rows(padded, width), _row_blocks(q, k, padded, width)
     sizes = batch * heads, queries, keys
-    rows("pair_rows", blocks, 256, g, q, v, k, *scales, q_rows, k_rows, *sizes, room)
+    rows(
+        "pair_rows", blocks, 256, g, q, v, k, *scales, q_rows, k_rows, q_sums, k_sums, *sizes, room
+    )
     # A warp walks a run of buckets; enough runs that all parts of the GPU end about together.
     lists, run, each = batch * heads * used, 32, 1
     while run > 4 and lists << bits < run * MANY_WARPS:
@@ -296,8 +298,11 @@ def surrogate(
     if in_pairs:
         launch("outer_pairs", runs, 32, *arguments)
     light = (FEW_ROWS,) * 2 if in_pairs else (0, 0)
-    if sparse:  # little or nothing: a warp looks through many buckets
+    if sparse:
         light, each = (MOST_ROWS, 1 << 30), 16
+    elif in_pairs and max(queries, keys) <= FEW_ROWS // 2 << bits:
+        each = 4
+    if each > 1:  # little or nothing to do: a warp looks through many buckets
         runs = lists * -(-(1 << bits) // (run * each))
     threads = 32 if columns == 64 else 128
     launch("outer_tables", 2 * runs, threads, *arguments, each, q_most, k_most, *light)

@@ -6,8 +6,8 @@
 //   PLANES  bfloat16 pieces that add up to the projections, 1 or 2
 //
 // A code is the signs of BITS projections. Rows are split into as many bfloat16 pieces as hold their
-// digits, multiplied on tensor cores, and all bits of a token lie in one run, eight to a tile of the
-// product, whatever BITS is.
+// digits and multiplied on tensor cores; all bits of a token follow one another, whatever BITS is, 32
+// to a word and four tiles of the product.
 
 #include "buckets.cuh"
 #include "common.cuh"
@@ -48,10 +48,14 @@ __device__ inline void store_by_token(const uint32_t* bits, int count, int now, 
                                       int64_t hashes) {
   for (int token = threadIdx.x / 8; token < count; token += WARPS * 4)
     for (int h = threadIdx.x % 8 * N; h < now; h += 8 * N) {
-      uint32_t code[N];
+      if constexpr (BITS == 8 && N == 4) {
+        *(uint32_t*)(to + token * hashes + h) = bits[word_at(token, h / 4)];
+      } else {
+        uint32_t code[N];
 #pragma unroll
-      for (int u = 0; u < N; u++) code[u] = code_of(bits, token, h + u);
-      put(to + token * hashes + h, code);
+        for (int u = 0; u < N; u++) code[u] = code_of(bits, token, h + u);
+        put(to + token * hashes + h, code);
+      }
     }
 }
 
@@ -66,7 +70,15 @@ __device__ inline void store_by_hash(const uint32_t* bits, int count, int now, C
     }
 }
 
-// Eight channels of a row as words of bfloat16, piece by piece.
+// Bytes of this lane's word and that of the lane `by` further or before: chosen by `low` in the lane
+// whose number has no `by` in it, by `high` in the other; 0 to 3 are the own bytes, 4 to 7 the other's.
+__device__ inline uint32_t swap(uint32_t word, int by, uint32_t low, uint32_t high) {
+  const uint32_t other = __shfl_xor_sync(~0u, word, by);
+  return __byte_perm(word, other, threadIdx.x & by ? high : low);
+}
+
+// Eight channels of a row as words of bfloat16, piece by piece, with the opposite sign: the sign bit of
+// a sum is then that of a code, and zero has none.
 __device__ inline void load_pieces(const char* row, int channel, bool there,
                                    uint32_t (&piece)[PIECES][4]) {
   constexpr int LOADS = X == F32 ? 2 : 1;
@@ -79,7 +91,7 @@ __device__ inline void load_pieces(const char* row, int channel, bool there,
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     if constexpr (X == BF16) {
-      piece[0][i] = word[i];
+      piece[0][i] = word[i] ^ 0x80008000;
     } else {
       float low, high;
       if constexpr (X == F16) unpack(word[i], low, high, F16);
@@ -91,6 +103,7 @@ __device__ inline void load_pieces(const char* row, int channel, bool there,
         unpack(piece[p][i], a, b, BF16);
         low -= a;
         high -= b;
+        piece[p][i] ^= 0x80008000;
       }
     }
   }
@@ -143,11 +156,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) hash_codes(
     const int now = min(HASHES, (int)hashes - h);
 #pragma unroll 1
     for (int w = 0; w * 32 < now * BITS; w++) {
-      uint32_t mine[MT][2] = {};
+      uint32_t signs[4] = {};  // of the tokens of rows g and g + 8 of each tile, two bits a tile
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        // Beyond the last hash, any plane: nobody reads those bits.
-        const int row = min(h * BITS + w * 32 + j * 8 + g, rows - 1);
+      for (int j = 3; j >= 0; j--) {
+        // The planes of columns 2 t and 2 t + 1 are those of bits 8 t + 2 j and 8 t + 2 j + 1, so that a
+        // lane finds a byte of each word. Beyond the last hash, any plane: nobody reads those bits.
+        const int row = min(h * BITS + w * 32 + g / 2 * 8 + 2 * j + g % 2, rows - 1);
         float sum[MT][4];
 #pragma unroll
         for (int p = 0; p < PLANES; p++)
@@ -170,18 +184,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) hash_codes(
         for (int i = 0; i < MT; i++)
 #pragma unroll
           for (int half = 0; half < 2; half++)
-            mine[i][half] |= ((sum[i][2 * half] > 0 ? 1u : 0) | (sum[i][2 * half + 1] > 0 ? 2u : 0))
-                             << 8 * j;
+#pragma unroll
+            for (int e = 1; e >= 0; e--)
+              signs[2 * i + half] =
+                  __funnelshift_l(__float_as_uint(sum[i][2 * half + e]), signs[2 * i + half], 1);
       }
-#pragma unroll
-      for (int i = 0; i < MT; i++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          uint32_t word = mine[i][half] << 2 * t;
-          word |= __shfl_xor_sync(~0u, word, 1);
-          word |= __shfl_xor_sync(~0u, word, 2);
-          if (t == 2 * i + half) bits[word_at((warp * MT + i) * 16 + half * 8 + g, w)] = word;
-        }
+      // A lane has the byte t of up to four tokens' words; it gets all bytes of the word of token t.
+      uint32_t word = signs[0] | signs[1] << 8 | signs[2] << 16 | signs[3] << 24;
+      word = swap(word, 1, 0x6240, 0x3715);
+      word = swap(word, 2, 0x5410, 0x3276);
+      if (t < 2 * MT) bits[word_at((warp * MT + t / 2) * 16 + t % 2 * 8 + g, w)] = word;
     }
     __syncthreads();
     if (side.by_token) {
