@@ -4,7 +4,10 @@ A kernel sees x (B, H, N, D) through the pointer to a head and the stride of its
 next to each other and are padded to DP, a power of two, with zeros.
 """
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -13,6 +16,40 @@ from torch import Tensor
 
 LOG2E = math.log2(math.e)  # softmaxes are taken in powers of two
 INTERPRETED = triton.knobs.runtime.interpret  # on the CPU, where there is no PTX
+MOST_KNOWN = 1024  # sets of arguments that a kernel remembers
+
+
+class Kernel:
+    """A Triton kernel that remembers what was compiled for which arguments.
+
+    Triton asks itself anew at every launch, which takes longer than the launch. Constants come last
+    in the kernel, and by name in the call.
+    """
+
+    def __init__(self, function: Callable) -> None:
+        self.jit = triton.jit(function)
+        self.known: dict[tuple, tuple[Any, list]] = {}
+        self.__doc__ = function.__doc__
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        """The kernel with so many programs, to be called with its arguments."""
+        return self.jit[grid] if INTERPRETED else functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int], *arguments: Any, **options: Any) -> None:
+        # Triton's code depends on no more than this.
+        seen = [(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x for x in arguments]
+        key = (arguments[0].device, *seen, *options.items())
+        found = self.known.get(key)
+        if found is None:
+            compiled = self.jit[grid](*arguments, **options)
+            constants = [options[name] for name in self.jit.arg_names[len(arguments) :]]
+            if len(self.known) == MOST_KNOWN:
+                self.known.clear()
+            if compiled is not None:
+                self.known[key] = compiled, constants
+        else:
+            compiled, constants = found
+            compiled[(*grid, 1, 1)](*arguments, *constants)
 
 
 @triton.jit
@@ -57,9 +94,15 @@ def rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+# Triton's own of these two, which are for kernels too, take microseconds.
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
 def padded(channels: int) -> int:
     """Channels padded to what matrix instructions take."""
-    return max(16, triton.next_power_of_2(channels))
+    return max(16, 1 << (channels - 1).bit_length())
 
 
 def arithmetic(dtype: torch.dtype) -> str:

@@ -310,10 +310,12 @@ def backward(
     return dq, dk, dv
 
 
-def _sizes(cut: Segments, tokens: int, few: int, device: Any) -> Tensor:
+def _sizes(cut: Segments, tokens: int, few: int, device: Any) -> Tensor | int:
     """Tokens of each segment, at least one, against (B, H, F, D)."""
     if cut.sizes is not None:
         return cut.sizes.clamp(min=1)[:, None, :, None]
+    if tokens % few == 0:
+        return tokens // few
     edges = (torch.arange(few + 1, device=device) * tokens + few - 1) // few
     return edges.diff()[:, None]
 
@@ -347,7 +349,7 @@ def _solve_backward(
     dw: Tensor,
     dk_means: Tensor,
     cut: list[Segments],
-    key_sizes: Tensor,
+    key_sizes: Tensor | int,
     num_iterations: int,
     original: bool,
     scale: float,
