@@ -18,15 +18,13 @@ def select(
     reference: Callable,
     fused: Callable | None = None,
     reasons: list[str],
-    on_trial: bool = False,
 ) -> Callable:
     """Return the implementation to call; `reasons` says why `fused` cannot run here.
 
-    `"auto"` takes the fused one where it can run, unless it is on trial: not measured on a GPU yet.
-    An explicit request never falls back.
+    `"auto"` takes the fused one where it can run; an explicit request never falls back.
     """
     checks.choice("impl", impl, IMPLEMENTATIONS)
-    if impl == "reference" or (impl == "auto" and (reasons or on_trial)):
+    if impl == "reference" or (impl == "auto" and reasons):
         return reference
     if reasons:
         raise NotImplementedError(f"impl='fused' cannot run: {'; '.join(reasons)}")
@@ -48,6 +46,11 @@ def why_not_triton(name: str, device: torch.device) -> list[str]:
     """Why a method's Triton kernels cannot run on a device; empty where they can."""
     if device.type != "cuda":
         return no_kernel(name, device)
+    # Asking takes as long as a launch; a compiler asks once.
+    return (_why_not_triton if torch.compiler.is_compiling() else _known)(name, device)
+
+
+def _why_not_triton(name: str, device: torch.device) -> list[str]:
     if not torch.cuda.is_available():
         return [f"{name} needs an NVIDIA GPU, and torch sees none"]
     reasons = []
@@ -56,6 +59,9 @@ def why_not_triton(name: str, device: torch.device) -> list[str]:
     if torch.cuda.get_device_capability(device) < (8, 0):
         reasons.append(f"{name} needs a GPU of compute capability 8.0 or newer")
     return reasons
+
+
+_known = functools.cache(_why_not_triton)
 
 
 def why_not_these(name: str, q: Tensor, v: Tensor, most: int) -> list[str]:

@@ -69,7 +69,7 @@ def linformer(
         )
     reasons = why_not_fused(q.device) + kernels.why_not_these(q, v)
     run = dispatch.select(
-        impl, reference=reference.linformer, fused=kernels.linformer, reasons=reasons, on_trial=True
+        impl, reference=reference.linformer, fused=kernels.linformer, reasons=reasons
     )
     return run(q, k, v, key_projection, value_projection, key_mask, scale)
 
