@@ -14,7 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.attention.tiles import Kernel, arithmetic, cdiv, load_rows, padded, store_rows
+from longspan.attention.tiles import (
+    Kernel,
+    add_parts,
+    arithmetic,
+    cdiv,
+    load_rows,
+    padded,
+    store_rows,
+)
 
 PROGRAMS = 528  # four for each multiprocessor of a large GPU
 
@@ -113,7 +121,7 @@ def project(p: Tensor, x: Tensor, mask: Tensor | None, config: Config | None = N
         PRECISION=arithmetic(x.dtype), R=config.rows, T=config.tokens,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    return out[0] if runs == 1 else out.sum(0).to(x.dtype)
+    return add_parts(out, x.dtype)
 
 
 @Kernel
@@ -186,9 +194,10 @@ def _outer(
 
 
 def outer(
-    y: Tensor, x: Tensor, mask: Tensor | None, shared: bool, config: Config | None = None
-) -> Tensor:
-    """Σ y xᵀ over the batch, and over the heads if they share it: (k, N) or (H, k, N), float32."""
+    y: Tensor, x: Tensor, mask: Tensor | None, shared: bool, dtype: torch.dtype,
+    config: Config | None = None,
+) -> Tensor:  # fmt: skip
+    """Σ y xᵀ over the batch, and over the heads if they share it: (k, N) or (H, k, N), in dtype."""
     batch, heads, tokens, channels = x.shape
     rows = y.shape[2]
     config = config or choose("outer", x)
@@ -205,7 +214,7 @@ def outer(
         R=config.rows, T=config.tokens,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    total = out[0] if runs == 1 else out.sum(0)
+    total = add_parts(out, dtype)
     return total[0] if shared else total
 
 

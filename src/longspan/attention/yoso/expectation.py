@@ -15,7 +15,7 @@ NARROW = 32
 
 def why_not(device: torch.device) -> list[str]:
     """Why the kernels cannot run on a device; empty where they can."""
-    return dispatch.why_not_triton("yoso_expectation", device)
+    return dispatch.why_not_cuda("yoso_expectation", device)
 
 
 def why_not_these(q: Tensor, v: Tensor) -> list[str]:
