@@ -19,6 +19,7 @@ from longspan.attention import nvrtc
 
 LOG2E = math.log2(math.e)  # softmaxes are taken in powers of two
 INTERPRETED = triton.knobs.runtime.interpret  # on the CPU, where there is no PTX
+NUMBERS = (int, float)  # asking whether something is a tensor takes longer
 MOST_KNOWN = 1024  # sets of arguments that a kernel remembers
 
 
@@ -40,7 +41,7 @@ class Kernel:
 
     def _launch(self, grid: tuple[int], *arguments: Any, **options: Any) -> None:
         # Triton's code depends on no more than this; room for arguments is each thread's own.
-        seen = [(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x for x in arguments]
+        seen = [x if type(x) in NUMBERS else (x.dtype, x.data_ptr() % 16) for x in arguments]
         key = (threading.get_ident(), arguments[0].device, *seen, *options.items())
         found = self.known.get(key)
         if found is not None:
