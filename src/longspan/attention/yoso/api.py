@@ -60,9 +60,9 @@ def yoso(
             of a code from a different product.
         gradient: of the collision probability p^τ with respect to the cosine: "surrogate" is the
             paper's lower bound (τ/2) p^τ, "true" the derivative, both on the sampled pairs. Its
-            reference looks at every pair: time N², memory N; on a CPU the kernel at the pairs of a
-            bucket. On a GPU it draws 16 tokens of a fuller bucket, afresh for each token that meets
-            it: linear, and right on average.
+            reference looks at every pair: time N², memory N. The kernels look at the pairs of a
+            bucket, and draw from a crowded one: 16 tokens for each that meets it on a GPU, 128 for
+            each block of 64 on a CPU. Linear, and right on average.
         backward_hashes: how many of the hashes dq and dk are sampled with; None for all. Fewer are
             faster, and for a given gradient of the output still right on average: hashes are
             independent, so that the first ones are as random a choice as any. dv takes all.

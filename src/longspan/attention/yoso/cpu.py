@@ -75,7 +75,8 @@ class _Fused(torch.autograd.Function):
         y, total, *saved = torch.ops.longspan.yoso_forward_cpu(
             q, k, v, key_mask, seed, num_hashes, hash_bits, hashing, normalize
         )
-        ctx.save_for_backward(q, k, v, key_mask, y if v.dtype == torch.float32 else total, *saved)
+        kept = y if v.dtype == torch.float32 else total
+        ctx.save_for_backward(q, k, v, key_mask, kept, *saved, seed)
         ctx.options = hash_bits, backward_hashes, gradient, normalize
         return y
 
@@ -149,6 +150,7 @@ def yoso_backward(
     inverse: Tensor,
     q_codes: Tensor,
     k_codes: Tensor,
+    seed: Tensor,
     hash_bits: int,
     backward_hashes: int,
     gradient: str,
@@ -158,9 +160,8 @@ def yoso_backward(
     buckets = _num_buckets(k.shape[2], hash_bits)
     g = through_unit(g, y if normalize else g, inverse if normalize else None, 1 / q_codes.shape[2])
     dv, _, _ = collide(q_codes, None, g, k_codes, key_mask, buckets, v.dtype, 1, False, v.shape[3])
-    dq, dk = pair_gradients(
-        q, k, v, g, key_mask, q_codes, k_codes, buckets, hash_bits, backward_hashes, gradient
-    )
+    sampling = buckets, hash_bits, backward_hashes, gradient, int(seed)
+    dq, dk = pair_gradients(q, k, v, g, key_mask, q_codes, k_codes, *sampling)
     return dq, dk, dv
 
 
@@ -175,6 +176,7 @@ def _(
     inverse: Tensor,
     q_codes: Tensor,
     k_codes: Tensor,
+    seed: Tensor,
     hash_bits: int,
     backward_hashes: int,
     gradient: str,
@@ -293,6 +295,7 @@ def pair_gradients(
     hash_bits: int,
     backward_hashes: int,
     gradient: str,
+    seed: int,
 ) -> tuple[Tensor, Tensor]:
     """dQ and dK from g, which `through_unit` made and divided by the number of hashes."""
     batch, heads, queries, channels = q.shape
@@ -310,6 +313,7 @@ def pair_gradients(
         batch=batch, heads=heads, queries=queries, keys=keys, channels=channels,
         value_channels=v.shape[3], hashes=hashes, used_hashes=backward_hashes, bits=hash_bits,
         buckets=buckets, wide=_is_wide(q_codes), slope=true, num_parts=num_parts,
+        seed=seed,
     )  # fmt: skip
     return dq, dk
 

@@ -33,7 +33,7 @@ VERBS = {
     "through_unit": "&g &y *inverse *out .scale batch heads tokens channels workers",
     "pair_gradients": "&q &k &v *g *key_mask *q_codes *k_codes *dq *dk *parts .scale"
     " batch heads queries keys channels value_channels"
-    " hashes used_hashes bits buckets wide slope num_parts workers",
+    " hashes used_hashes bits buckets wide slope num_parts seed workers",
 }
 
 

@@ -1,4 +1,5 @@
-// pair_gradients: bucket by bucket, by pairs or, where it is crowded, by sums of outer products.
+// pair_gradients: bucket by bucket, by pairs or, where it is crowded, by sums of outer products, or by
+// some of the pairs where the weight of a pair allows no such sum.
 #pragma once
 #include "work.h"
 
@@ -6,6 +7,7 @@ namespace longspan {
 namespace LONGSPAN_ISA {
 
 static const int64_t SIDE = 64;  // rows of either side of a block of pairs
+static const int64_t SOME = 2;   // blocks that a block of a crowded bucket meets, of the other side
 #if W == 16
 enum { TILE_Q = 4, TILE_K = 4 };
 #elif W == 8
@@ -60,9 +62,9 @@ static inline vf dots(const float* const* q, const float* const* k, int64_t widt
     return sum_each(acc);
 }
 
-// scores[i][j] = w_ij (g_i · v_j). Tiles reach into the next bucket; nobody reads what they find.
+// scores[i][j] = weight w_ij (g_i · v_j). Tiles reach into the next bucket; nobody reads what they find.
 static inline void pair_scores(const Head& a, const int32_t* q, int64_t nq, const int32_t* k,
-                               int64_t nk) {
+                               int64_t nk, float weight) {
     for (int64_t i = 0; i < nq; i += TILE_Q)
         for (int64_t j = 0; j < nk; j += TILE_K) {
             const float *x[TILE_Q], *y[TILE_K], *gx[TILE_Q], *vy[TILE_K];
@@ -75,7 +77,7 @@ static inline void pair_scores(const Head& a, const int32_t* q, int64_t nq, cons
                 vy[r] = y[r] + a.width;
             }
             vf score = dots(gx, vy, a.value_width);
-            if (a.slope) score *= slope(dots(x, y, a.width), (float)a.bits);
+            if (a.slope) score *= slope(dots(x, y, a.width), (float)a.bits) * weight;
             float lanes[W];
             store(lanes, score);
             UNROLL for (int r = 0; r < TILE_Q; r++)
@@ -83,24 +85,46 @@ static inline void pair_scores(const Head& a, const int32_t* q, int64_t nq, cons
         }
 }
 
-static inline void by_pairs(const Head& a, const int32_t* q, int64_t nq, const int32_t* k,
-                            int64_t nk) {
+// Block i of the queries and block j of the keys of a bucket.
+static inline void pair_block(const Head& a, const int32_t* q, int64_t nq, int64_t i, const int32_t* k,
+                              int64_t nk, int64_t j, float weight) {
     const int64_t ld = a.ld, width = a.width;
     const float* s = a.scores;
-    for (int64_t j0 = 0; j0 < nk; j0 += SIDE)
-        for (int64_t i0 = 0; i0 < nq; i0 += SIDE) {
-            const int32_t *iq = q + i0, *ik = k + j0;
-            int64_t rows = least(SIDE, nq - i0), columns = least(SIDE, nk - j0);
-            pair_scores(a, iq, rows, ik, columns);
-            add_product(
-                rows, width, [&](int64_t r) { return a.sum(a.q, iq[r]); }, columns,
-                [&](int64_t r, int64_t j) { return s[r * SIDE + j]; },
-                [&](int64_t j) { return a.k.rows + ik[j] * ld; });
-            add_product(
-                columns, width, [&](int64_t r) { return a.sum(a.k, ik[r]); }, rows,
-                [&](int64_t r, int64_t i) { return s[i * SIDE + r]; },
-                [&](int64_t i) { return a.q.rows + iq[i] * ld; });
+    const int32_t *iq = q + i * SIDE, *ik = k + j * SIDE;
+    const int64_t rows = least(SIDE, nq - i * SIDE), columns = least(SIDE, nk - j * SIDE);
+    pair_scores(a, iq, rows, ik, columns, weight);
+    add_product(
+        rows, width, [&](int64_t r) { return a.sum(a.q, iq[r]); }, columns,
+        [&](int64_t r, int64_t c) { return s[r * SIDE + c]; },
+        [&](int64_t c) { return a.k.rows + ik[c] * ld; });
+    add_product(
+        columns, width, [&](int64_t r) { return a.sum(a.k, ik[r]); }, rows,
+        [&](int64_t r, int64_t c) { return s[c * SIDE + r]; },
+        [&](int64_t c) { return a.q.rows + iq[c] * ld; });
+}
+
+static inline uint32_t mixed(uint32_t x) {
+    x = (x ^ x >> 16) * 0x7feb352d;
+    x = (x ^ x >> 15) * 0x846ca68b;
+    return x ^ x >> 16;
+}
+
+// All pairs of a bucket; or, of a crowded one with slopes, SOME blocks of the shorter side for each
+// of the longer, drawn afresh, each as likely as any other, which stand for all: linear.
+static inline void by_pairs(const Head& a, const int32_t* q, int64_t nq, const int32_t* k, int64_t nk,
+                            uint32_t random) {
+    const int64_t blocks_q = (nq + SIDE - 1) / SIDE, blocks_k = (nk + SIDE - 1) / SIDE;
+    const bool by_query = blocks_q >= blocks_k;
+    const int64_t longer = by_query ? blocks_q : blocks_k, shorter = by_query ? blocks_k : blocks_q;
+    const int64_t each = a.slope ? least(SOME, shorter) : shorter;
+    const float weight = (float)shorter / (float)each;
+    for (int64_t i = 0; i < longer; i++) {
+        const int64_t start = each < shorter ? mixed(random ^ mixed((uint32_t)i)) % shorter : 0;
+        for (int64_t c = 0; c < each; c++) {
+            const int64_t j = (start + c) % shorter;
+            pair_block(a, q, nq, by_query ? i : j, k, nk, by_query ? j : i, weight);
         }
+    }
 }
 
 // table = Σ_j (value_j) (unit_j)ᵀ over one side of a bucket, then sums_i += table of the values of i
@@ -144,7 +168,7 @@ static inline void fetch(const Side& side, int64_t bucket, int64_t ld) {
 
 template <class C>
 static void one_hash(const PairGradients* a, Head& head, const C* cq, const C* ck,
-                     const uint8_t* mask) {
+                     const uint8_t* mask, uint32_t random) {
     Side &q = head.q, &k = head.k;
     sort(cq, nullptr, a->buckets, q);
     sort(ck, mask, a->buckets, k);
@@ -159,7 +183,7 @@ static void one_hash(const PairGradients* a, Head& head, const C* cq, const C* c
         int64_t pair_cost = nq * nk * (2 * head.width + head.value_width);
         int64_t table_cost = 2 * (nq + nk) * head.width * head.value_width;
         if (head.slope || pair_cost <= table_cost) {
-            by_pairs(head, iq, nq, ik, nk);
+            by_pairs(head, iq, nq, ik, nk, mixed(random ^ (uint32_t)b));
         } else {
             outer_sums(head, k, ik, nk, q, iq, nq);
             outer_sums(head, q, iq, nq, k, ik, nk);
@@ -248,12 +272,13 @@ static int pair_gradients(const PairGradients* a) {
         int64_t end = a->used_hashes * (part + 1) / parts;
         for (int64_t m = a->used_hashes * part / parts; m < end; m++) {
             int64_t at = group * a->hashes + m;
+            const uint32_t random = mixed(mixed((uint32_t)a->seed ^ (uint32_t)at) ^ a->seed >> 32);
             if (a->wide)
                 one_hash(a, head, (const uint16_t*)a->q_codes + at * a->queries,
-                         (const uint16_t*)a->k_codes + at * a->keys, mask);
+                         (const uint16_t*)a->k_codes + at * a->keys, mask, random);
             else
                 one_hash(a, head, (const uint8_t*)a->q_codes + at * a->queries,
-                         (const uint8_t*)a->k_codes + at * a->keys, mask);
+                         (const uint8_t*)a->k_codes + at * a->keys, mask, random);
         }
         for (int64_t i = 0; i < rows; i++) {
             if (parts == 1)

@@ -69,7 +69,8 @@ struct ThroughUnit {
 };
 
 // dq_i = scale Σ_h Σ_j [same bucket] w_ij (g_i · v_j) k_j and dk_j likewise, for unit q and k, then
-// through their normalisation. w = 1, or the slope of p^τ by the cosine where `slope` is true.
+// through their normalisation. w = 1, or the slope of p^τ by the cosine where `slope` is true;
+// then crowded buckets are sampled, by `seed`.
 // g (B, H, Nq, padded Dv) float32. `parts` (B, H, num_parts, Nq + Nk, padded D) holds the sums of
 // runs of hashes where num_parts > 1.
 struct PairGradients {
@@ -81,7 +82,7 @@ struct PairGradients {
     float* parts;
     float scale;
     int64_t batch, heads, queries, keys, channels, value_channels;
-    int64_t hashes, used_hashes, bits, buckets, wide, slope, num_parts, workers;
+    int64_t hashes, used_hashes, bits, buckets, wide, slope, num_parts, seed, workers;
 };
 
 struct Kernels {
