@@ -111,7 +111,7 @@ def size(name: str) -> dict[str, int]:
     return SIZES[name]
 
 
-def mlm(method: str, *, model_size: str = "small", length: int = 512) -> Recipe:
+def mlm(method: str, *, task: str, model_size: str = "small", length: int = 512) -> Recipe:
     """BERT-style pre-training (YOSO's small model; Nyströmformer's differs in the steps).
 
     512 tokens: batch 256, 1e-4, 1 % warm-up, a million steps (base: half a million). Longer, from a
@@ -131,9 +131,36 @@ def mlm(method: str, *, model_size: str = "small", length: int = 512) -> Recipe:
     )
 
 
+def glue(method: str, *, task: str, model_size: str = "small", length: int = 128) -> Recipe:
+    """Fine-tuning: AdamW, 3e-5, batch 32, 4 epochs, 5 % warm-up (Nyströmformer's settings).
+
+    `GRID` holds the learning rates and batch sizes that the papers search for MRPC, RTE and the
+    other small ones.
+    """
+    return Recipe(
+        length=length,
+        batch=32,
+        learning_rate=3e-5,
+        epochs=4,
+        warmup=0.05,
+        config=dict(size(model_size), max_position_embeddings=max(512, length)),
+        options=options(method, length),
+    )
+
+
+GRID: dict[str, list[Any]] = {"learning_rate": [2e-5, 3e-5, 4e-5, 5e-5], "batch": [8, 16, 32]}
+
+
+def imdb(method: str, *, task: str, model_size: str = "small", length: int = 512) -> Recipe:
+    """Fine-tuning on reviews cut to 512 or 4096 tokens, as `glue`."""
+    return glue(method, task=task, model_size=model_size, length=length)
+
+
 FAMILIES: dict[str, Callable[..., Recipe]] = {
     "mlm": mlm,
     "mlm-sop": mlm,
+    "glue": glue,
+    "imdb": imdb,
 }
 
 
@@ -146,5 +173,5 @@ def find(
     """
     family = task.partition("/")[0]
     checks.choice("task", family, FAMILIES)
-    given = {"model_size": model_size, "length": length}
+    given = {"task": task, "model_size": model_size, "length": length}
     return FAMILIES[family](method, **{k: v for k, v in given.items() if v is not None})
