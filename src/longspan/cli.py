@@ -68,8 +68,8 @@ def train(
         ),
     ] = None,
     data_dir: Annotated[
-        Path, typer.Option(help="Folder of the data, or hf:NAME of Hugging Face.")
-    ] = Path("data"),
+        Path | None, typer.Option(help="Folder of the data, or hf:NAME of Hugging Face.")
+    ] = None,
     output: Annotated[
         Path, typer.Option(help="Folder of checkpoints, rows and the trained model.")
     ] = Path("longspan-train"),
@@ -80,7 +80,9 @@ def train(
     start: Annotated[
         Path | None, typer.Option(help="Start from the trained model in this folder.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, order and masks.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of weights, order and masks; 0 by default.")
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the last whole checkpoint in --output.")
     ] = False,

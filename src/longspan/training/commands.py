@@ -20,28 +20,45 @@ def train(
     method: str,
     given: list[str],
     *,
-    data_dir: Path,
+    data_dir: Path | None,
     output: Path,
     size: str | None,
     length: int | None,
     start: Path | None,
-    seed: int,
+    seed: int | None,
     resume: bool,
     eval_only: bool,
     keep_best: bool,
     time_limit: float | None,
     tensorboard: bool,
 ) -> int:
-    """Train as the command line says; returns the exit code, 128 + N after signal N."""
+    """Train as the command line says; returns the exit code, 128 + N after signal N.
+
+    A run that is continued or scored is what it was, but for what is set anew.
+    """
     row = find_task(task)
     find_method(method)
     if tensorboard and not find_spec("tensorboard"):
         raise ModuleNotFoundError("--tensorboard needs tensorboard: pip install tensorboard")
-    recipe = recipes.find(task, method, model_size=size, length=length)
+    if (resume or eval_only) and (output / run.RUN).is_file():
+        was = run.written_down(output)
+        if (was["task"], was["method"]) != (task, method):
+            raise ValueError(
+                f"output must be of {task} with {method}, got {output}, which is of {was['task']} "
+                f"with {was['method']}"
+            )
+        recipe = was["recipe"] if length is None else was["recipe"].changed(length=length)
+        seed = was["seed"] if seed is None else seed
+        start = start or (None if was["start"] is None else Path(was["start"]))
+        data_dir = data_dir or Path(was["data_dir"])
+    else:
+        recipe = recipes.find(task, method, model_size=size, length=length)
+        if start is not None:
+            recipe = recipe.from_start()
     recipe = settings.apply(recipe, row, method, settings.parse(given))
     outcome = run.train(
         run.Run(
-            row, method, recipe, data_dir, output, seed, start,
+            row, method, recipe, data_dir or Path("data"), output, seed or 0, start,
             keep_best=keep_best, tensorboard=tensorboard,
         ),
         resume=resume, eval_only=eval_only, time_limit=time_limit,

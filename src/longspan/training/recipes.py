@@ -86,6 +86,10 @@ class Recipe:
         if not self.steps and self.epochs <= 0:
             raise ValueError("epochs must be above 0 where steps is 0, got 0")
 
+    def from_start(self) -> Recipe:
+        """For a trained model, which is what it is: nothing about model and method is changed."""
+        return dataclasses.replace(self, config={}, options={})
+
     def changed(self, **changes: Any) -> Recipe:
         """A copy with some fields changed; `config`, `options` and `data` are merged."""
         for name in ("config", "options", "data"):

@@ -22,6 +22,11 @@ from longspan.training.recipes import Recipe
 from longspan.training.trainer import JOURNAL, LongspanTrainer, Rows, arguments, last_checkpoint
 
 TOKENIZER = "tokenizer.json"
+MODEL_FIELDS = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+RUN = "run.json"
 STOPPED = "stopped"
 FINISHED = "finished"
 
@@ -86,7 +91,7 @@ def train(
     console = console or Console(quiet=not state.is_main_process)
     device = state.device
     with state.main_process_first():  # who prepares files that all then read
-        data = _load(run, device)
+        data = _load(run, device, eval_only)
     _check_output(run, resume or eval_only)
     made = arguments(run.recipe, data, run.output, run.seed, _reporters(run))
     transformers.set_seed(run.seed)
@@ -104,6 +109,8 @@ def train(
     for noisy in (transformers.PrinterCallback, transformers.ProgressCallback):
         trainer.remove_callback(noisy)
     if not eval_only:
+        if trainer.is_world_process_zero():
+            _write_down(run)
         checkpoint = last_checkpoint(run.output) if resume else None
         if checkpoint is not None:
             journal.restore(json.loads((checkpoint / JOURNAL).read_text()))
@@ -121,12 +128,38 @@ def train(
     return Outcome(FINISHED, row, step=trainer.state.global_step)
 
 
-def _load(run: Run, device: torch.device) -> Data:
-    """The data; a trained model to start from brings its tokenizer."""
+def _write_down(run: Run) -> None:
+    """What the run was made of, beside its results."""
+    about = {
+        "task": run.task.name,
+        "method": run.method,
+        "recipe": asdict(run.recipe),
+        "data_dir": str(run.data_dir),
+        "seed": run.seed,
+        "start": None if run.start is None else str(run.start),
+    }
+    run.output.mkdir(parents=True, exist_ok=True)
+    unfinished = run.output / f"{RUN}.part"
+    unfinished.write_text(json.dumps(about, indent=1))
+    unfinished.rename(run.output / RUN)
+
+
+def written_down(output: Path) -> dict[str, Any]:
+    """What the run in a folder was made of; an error where there is none."""
+    if not (output / RUN).is_file():
+        raise FileNotFoundError(f"output must be the folder of a run (with {RUN}), got {output}")
+    about = json.loads((output / RUN).read_text())
+    about["recipe"] = Recipe(**about["recipe"])
+    return about
+
+
+def _load(run: Run, device: torch.device, eval_only: bool) -> Data:
+    """The data; a trained model brings its tokenizer."""
     options = dict(run.recipe.data)
+    trained = run.output / "model" if eval_only else run.start
     asks = inspect.signature(run.task.load).parameters
-    if run.start is not None and "tokenizer" in asks and (run.start / TOKENIZER).is_file():
-        options.setdefault("tokenizer", str(run.start))
+    if trained is not None and "tokenizer" in asks and (trained / TOKENIZER).is_file():
+        options.setdefault("tokenizer", str(trained))
     return run.task.load(run.data_dir, length=run.recipe.length, device=device, **options)
 
 
@@ -150,7 +183,8 @@ def build_model(run: Run, data: Data, trained: Path | None = None) -> Any:
             f"tokenizer must have the {config.vocab_size} entries of the model in {run.start}, "
             f"got {data.config['vocab_size']}"
         )
-    config.num_labels = data.config.get("num_labels", config.num_labels)
+    for name, value in {**data.config, **run.recipe.config}.items():
+        setattr(config, name, value)
     config.options = {**config.options, **run.recipe.options}
     model = run.task.model.from_pretrained(run.start, config=config)
     if config.positions == "learned" and run.recipe.length > config.max_position_embeddings:
@@ -182,6 +216,7 @@ def _score(
         "method": run.method,
         "options": dict(trainer.model.config.options),
         "seed": run.seed,
+        "model": {name: getattr(trainer.model.config, name) for name in MODEL_FIELDS},
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "steps": steps,
         "tokens": tokens,
