@@ -21,10 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.tasks import tokenizer as tokenizers
-from longspan.tasks.documents import SPLITS, documents, text_files
+from longspan.tasks.documents import PREPARED, SPLITS, documents, text_files
 
 INDEX = "corpus.json"
-PREPARED = "longspan-tokens"
 FOLDER_VERSION = 1
 
 

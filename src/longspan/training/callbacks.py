@@ -51,7 +51,7 @@ class Journal(TrainerCallback):
         """What a checkpoint keeps, and `restore` takes."""
         return {
             "seconds": self.elapsed(), "value": self.value, "step": self.step,
-            "waited": self.waited, "curve": self.curve,
+            "waited": self.waited, "curve": list(self.curve),
         }  # fmt: skip
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ MODEL_FIELDS = (
     "max_position_embeddings",
 )  # fmt: skip
 RUN = "run.json"
+ROWS = "rows.jsonl"
 STOPPED = "stopped"
 FINISHED = "finished"
 
@@ -120,11 +121,15 @@ def train(
             return Outcome(STOPPED, None, stop.reason, stop.signal, trainer.state.global_step)
         if run.keep_best and best.exists():
             trainer._load_from_checkpoint(str(best))
-    row = _score(run, data, trainer, journal, console, eval_only)
+    metrics = _evaluate(run, data, trainer, journal)
     if run.save_model and not eval_only:
         trainer.save_model(str(run.output / "model"))
         if data.tokenizer is not None and state.is_main_process:
             data.tokenizer.save_pretrained(str(run.output / "model"))
+    # The row comes last: a run that has one has everything else.
+    row = _row(run, data, trainer, journal, metrics, eval_only)
+    if state.is_main_process:
+        row = records.append(run.rows or run.output / ROWS, row)
     return Outcome(FINISHED, row, step=trainer.state.global_step)
 
 
@@ -192,25 +197,34 @@ def build_model(run: Run, data: Data, trained: Path | None = None) -> Any:
     return model
 
 
-def _score(
+def _evaluate(
+    run: Run, data: Data, trainer: LongspanTrainer, journal: Journal
+) -> dict[str, dict[str, float]]:
+    """Score every split; the first was scored already where the last step was evaluated."""
+    metrics: dict[str, dict[str, float]] = {}
+    remembered = journal.state() if journal.curve else None
+    last = journal.curve[-1] if journal.curve else {}
+    for name, examples in data.evaluation.items():
+        if not metrics and not run.keep_best and last.get("step") == trainer.state.global_step:
+            metrics[name] = {key: value for key, value in last.items() if key != "step"}
+        else:
+            metrics[name] = numbers(trainer.evaluate(Rows(examples)))
+        remembered = remembered or journal.state()
+    journal.restore(remembered or {})
+    return metrics
+
+
+def _row(
     run: Run,
     data: Data,
     trainer: LongspanTrainer,
     journal: Journal,
-    console: Console,
+    metrics: dict[str, dict[str, float]],
     eval_only: bool,
 ) -> dict[str, Any]:
-    """Evaluate every split and append one row."""
-    curve, best, step = list(journal.curve), journal.value, journal.step
-    metrics: dict[str, dict[str, float]] = {}
     steps = trainer.state.global_step
-    for number, (name, examples) in enumerate(data.evaluation.items()):
-        if number == 0 and not run.keep_best and curve and curve[-1]["step"] == steps:
-            metrics[name] = {key: value for key, value in curve[-1].items() if key != "step"}
-        else:
-            metrics[name] = numbers(trainer.evaluate(Rows(examples)))
     tokens = round(steps * run.recipe.batch * (data.tokens or run.recipe.length))
-    row = {
+    return {
         "kind": "evaluation" if eval_only else "training",
         "task": run.task.name,
         "method": run.method,
@@ -223,16 +237,14 @@ def _score(
         "seconds": journal.seconds,
         "tokens_per_second": tokens / journal.seconds if journal.seconds else None,
         "metrics": metrics,
-        "curve": curve,
-        "best": {"metric": run.task.best.removeprefix("-"), "value": best, "step": step},
+        "curve": journal.curve,
+        "best": {"metric": run.task.best.removeprefix("-"), "value": journal.value,
+                 "step": journal.step},
         "recipe": asdict(run.recipe),
         "start": None if run.start is None else run.start.name,
         "processes": trainer.args.world_size,
         **(run.labels or {}),
     }  # fmt: skip
-    if trainer.is_world_process_zero():
-        records.append(run.rows or run.output / "rows.jsonl", row)
-    return row
 
 
 def _check_output(run: Run, known: bool) -> None:

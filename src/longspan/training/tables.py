@@ -1,0 +1,84 @@
+"""Markdown tables from the rows of runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from statistics import median
+from typing import Any
+
+from longspan import records
+
+Row = dict[str, Any]
+SHOWN = {  # the number each task is judged by, and how it is written
+    "mlm": ("perplexity", "{:.1f}"),
+    "mlm-sop": ("perplexity", "{:.1f}"),
+}
+
+
+def study_table(path: str | os.PathLike[str]) -> str:
+    """Two tables of a study's rows: pre-training by length, and fine-tuning by task."""
+    rows = [row for row in records.read(path) if row.get("kind") == "training"]
+    names = list(dict.fromkeys(name_of(row) for row in rows))
+    return "\n".join([*_pretraining(rows, names), "", *_fine_tuning(rows, names), ""])
+
+
+def name_of(row: Row) -> str:
+    """What a row is shown as: its variant, or the method."""
+    return row.get("variant") or row["method"]
+
+
+def _pretraining(rows: list[Row], names: list[str]) -> list[str]:
+    """Perplexity and accuracy on held-out documents, tokens seen and time."""
+    found = [row for row in rows if row["task"].startswith("mlm")]
+    lines = []
+    for name in names:
+        for row in found:
+            if name_of(row) != name:
+                continue
+            for split, values in row["metrics"].items():
+                lines.append([
+                    name, str(row["recipe"]["length"]), split.rpartition("-")[2],
+                    f"{values['loss']:.3f}", f"{values['perplexity']:.1f}",
+                    f"{100 * values['accuracy']:.1f}", f"{row['tokens'] / 1e6:.1f}",
+                    f"{row['seconds']:.0f}", f"{row['tokens_per_second'] or 0:,.0f}",
+                ])  # fmt: skip
+    head = ["method", "trained at", "read at", "loss (nats)", "perplexity", "accuracy %",
+            "M tokens seen", "seconds", "tokens/s"]  # fmt: skip
+    return markdown(head, lines)
+
+
+def _fine_tuning(rows: list[Row], names: list[str]) -> list[str]:
+    """The median over seeds of each task's number, in percent, after the last step."""
+    tuned = [row for row in rows if not row["task"].startswith("mlm")]
+    tasks = list(dict.fromkeys((row["task"], row["best"]["metric"]) for row in tuned))
+    lines = []
+    for name in names:
+        cells = []
+        for task, metric in tasks:
+            values = [
+                100 * next(iter(row["metrics"].values()))[metric]
+                for row in tuned
+                if row["task"] == task and name_of(row) == name
+            ]
+            cells.append(spread(values))
+        lines.append([name, *cells])
+    return markdown(["method", *(f"{task.removeprefix('glue/')} {m}" for task, m in tasks)], lines)
+
+
+def spread(values: list[float]) -> str:
+    """The median, and the range over more than one."""
+    if not values:
+        return "–"
+    if len(values) == 1:
+        return f"{values[0]:.1f}"
+    return f"{median(values):.1f} ({min(values):.1f}–{max(values):.1f})"
+
+
+def markdown(head: list[str], lines: Iterable[list[str]]) -> list[str]:
+    """A table as lines of Markdown."""
+    return [
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+        *("| " + " | ".join(line) + " |" for line in lines),
+    ]
