@@ -141,7 +141,7 @@ def tokens(
     kept = folder / PREPARED / tokenizers.fingerprint(words) / f"{split}.npz"
     if kept.is_file():
         try:
-            with np.load(kept) as file:  # checks the sums of what it reads
+            with kept.open("rb") as raw, np.load(raw) as file:  # checks the sums of what it reads
                 found = dict(file)
         except (OSError, ValueError, zipfile.BadZipFile):
             raise ValueError(f"{kept} is damaged: delete it, and it will be made again") from None

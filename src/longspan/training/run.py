@@ -68,13 +68,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: "finished" with its row, or "stopped" and why."""
+    """How a run ended: "finished" with its row, or "stopped" and why; `losses` as shown."""
 
     status: str
     row: dict[str, Any] | None = None
     reason: str | None = None
     signal: int | None = None
     step: int = 0
+    losses: tuple[float, ...] = ()
 
 
 def train(
@@ -130,7 +131,7 @@ def train(
     row = _row(run, data, trainer, journal, metrics, eval_only)
     if state.is_main_process:
         row = records.append(run.rows or run.output / ROWS, row)
-    return Outcome(FINISHED, row, step=trainer.state.global_step)
+    return Outcome(FINISHED, row, step=trainer.state.global_step, losses=tuple(journal.losses))
 
 
 def _write_down(run: Run) -> None:

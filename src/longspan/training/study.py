@@ -28,6 +28,7 @@ VARIANTS = (
     "nystrom-64=nystrom:num_landmarks=64",
     "linformer-256=linformer:projected_length=256",
 )
+NEVER = 10**9  # steps
 # Passes over the training rows, and rows a step: small sets want more passes.
 FINE_TUNING: dict[str, tuple[float, int]] = {
     "glue/sst2": (2, 64),
@@ -62,14 +63,15 @@ def plan(
     model_size: str = "small",
     length: int = 512,
     long_length: int = 4096,
-    steps: int = 2000,
-    long_steps: int = 200,
-    batch: int = 64,
+    steps: int = 4000,
+    long_steps: int = 400,
+    batch: int = 32,
     learning_rate: float = 1e-3,
     tasks: Sequence[str] = tuple(FINE_TUNING),
     fine_rate: float = 1e-4,
     seeds: int = 1,
     evaluation_rows: int = 512,
+    side_by_side: int = 1,
 ) -> list[Job]:
     """All runs: `mlm` at `length`, on from there at `long_length`, and every task from the first.
 
@@ -100,7 +102,7 @@ def plan(
     )
     pretrained, lengthened, tuned = [], [], []
     for it in variants:
-        labels = {"variant": it.name}
+        labels = {"variant": it.name, "side_by_side": side_by_side}
         first, second = f"{it.name}-mlm-{length}", f"{it.name}-mlm-{long_length}"
         recipe = pretraining.changed(options=it.options)
         pretrained.append(
@@ -120,11 +122,13 @@ def plan(
             learning_rate=fine_rate,
             epochs=epochs,
             warmup=0.1,
+            evaluate_every=NEVER if task == "imdb" else 0,  # it has but its test split
             config={"hidden_dropout_prob": 0.1},
         )
         tuned += [
             Job(f"{it.name}-{task.replace('/', '-')}-{seed}", task, it.method, fine, data_dir, seed,
-                needs=f"{it.name}-mlm-{length}", labels={"variant": it.name})
+                needs=f"{it.name}-mlm-{length}",
+                labels={"variant": it.name, "side_by_side": side_by_side})
             for seed in range(seeds)
             for it in variants
         ]  # fmt: skip
@@ -144,9 +148,9 @@ def main(
     model_size: Annotated[str, typer.Option("--size", help=" or ".join(SIZES))] = "small",
     length: Annotated[int, typer.Option(help="Tokens of a sequence at first.")] = 512,
     long_length: Annotated[int, typer.Option(help="And then.")] = 4096,
-    steps: Annotated[int, typer.Option(help="Of pre-training at the first length.")] = 2000,
-    long_steps: Annotated[int, typer.Option(help="At the second; 0 leaves it out.")] = 200,
-    batch: Annotated[int, typer.Option(help="Sequences a step at the first length.")] = 64,
+    steps: Annotated[int, typer.Option(help="Of pre-training at the first length.")] = 4000,
+    long_steps: Annotated[int, typer.Option(help="At the second; 0 leaves it out.")] = 400,
+    batch: Annotated[int, typer.Option(help="Sequences a step at the first length.")] = 32,
     tasks: Annotated[
         str, typer.Option(help="To fine-tune on, with commas; none for none.")
     ] = ",".join(FINE_TUNING),
@@ -166,7 +170,7 @@ def main(
     planned = plan(
         chosen, data_dir, model_size=model_size, length=length, long_length=long_length,
         steps=steps, long_steps=long_steps, batch=batch, tasks=named, seeds=seeds,
-        evaluation_rows=evaluation_rows,
+        evaluation_rows=evaluation_rows, side_by_side=jobs,
     )  # fmt: skip
     planned = [_scaled(job, epochs) for job in planned]
     console = Console()

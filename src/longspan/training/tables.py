@@ -10,17 +10,17 @@ from typing import Any
 from longspan import records
 
 Row = dict[str, Any]
-SHOWN = {  # the number each task is judged by, and how it is written
-    "mlm": ("perplexity", "{:.1f}"),
-    "mlm-sop": ("perplexity", "{:.1f}"),
-}
+PAIRS = {"f1": "accuracy", "pearson": "spearman"}  # numbers that GLUE reports together
 
 
 def study_table(path: str | os.PathLike[str]) -> str:
     """Two tables of a study's rows: pre-training by length, and fine-tuning by task."""
     rows = [row for row in records.read(path) if row.get("kind") == "training"]
     names = list(dict.fromkeys(name_of(row) for row in rows))
-    return "\n".join([*_pretraining(rows, names), "", *_fine_tuning(rows, names), ""])
+    tables = [*_pretraining(rows, names), "", *_fine_tuning(rows, names), ""]
+    if any(row.get("side_by_side", 1) > 1 for row in rows):
+        tables += ["Runs shared one machine, so that seconds do not compare methods.", ""]
+    return "\n".join(tables)
 
 
 def name_of(row: Row) -> str:
@@ -49,21 +49,26 @@ def _pretraining(rows: list[Row], names: list[str]) -> list[str]:
 
 
 def _fine_tuning(rows: list[Row], names: list[str]) -> list[str]:
-    """The median over seeds of each task's number, in percent, after the last step."""
+    """Each task's numbers after the last step, in percent: the median over seeds."""
     tuned = [row for row in rows if not row["task"].startswith("mlm")]
-    tasks = list(dict.fromkeys((row["task"], row["best"]["metric"]) for row in tuned))
+    tasks = {row["task"]: row["best"]["metric"] for row in tuned}
     lines = []
     for name in names:
         cells = []
-        for task, metric in tasks:
-            values = [
-                100 * next(iter(row["metrics"].values()))[metric]
+        for task, metric in tasks.items():
+            scores = [
+                next(iter(row["metrics"].values()))
                 for row in tuned
                 if row["task"] == task and name_of(row) == name
             ]
-            cells.append(spread(values))
+            both = [metric, PAIRS[metric]] if metric in PAIRS else [metric]
+            cells.append(" / ".join(spread([100 * score[m] for score in scores]) for m in both))
         lines.append([name, *cells])
-    return markdown(["method", *(f"{task.removeprefix('glue/')} {m}" for task, m in tasks)], lines)
+    heads = [
+        f"{task.removeprefix('glue/')} {' / '.join([m, PAIRS[m]] if m in PAIRS else [m])}"
+        for task, m in tasks.items()
+    ]
+    return markdown(["method", *heads], lines)
 
 
 def spread(values: list[float]) -> str:

@@ -138,7 +138,7 @@ def arguments(
         save_strategy="steps" if recipe.save_every else "no",
         save_steps=recipe.save_every or 500,
         save_total_limit=2,  # while one is being written the other is whole
-        logging_steps=10,
+        logging_steps=recipe.log_every,
         logging_nan_inf_filter=False,  # it would make the host wait for every step
         report_to=report_to,
         remove_unused_columns=False,
@@ -152,7 +152,7 @@ def arguments(
             f"batch must be a multiple of processes × accumulate = {parts}, got {recipe.batch}"
         )
     made.per_device_train_batch_size = recipe.batch // parts
-    made.per_device_eval_batch_size = max(1, recipe.batch // parts)
+    made.per_device_eval_batch_size = 2 * made.per_device_train_batch_size  # nothing is kept
     return made
 
 
