@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from longspan.attention import checks
 from longspan.training import settings
 from longspan.training.jobs import Job, collect, execute
 from longspan.training.recipes import SIZES, Recipe, size
@@ -70,10 +71,12 @@ def plan(
     tasks: Sequence[str] = tuple(FINE_TUNING),
     fine_rate: float = 1e-4,
     seeds: int = 1,
-    evaluation_rows: int = 512,
+    evaluation_rows: int = 0,
     side_by_side: int = 1,
 ) -> list[Job]:
     """All runs: `mlm` at `length`, on from there at `long_length`, and every task from the first.
+
+    A task with a length, as `imdb@4096`, starts from the longer model where it needs one.
 
     Pre-norm, a high rate and no dropout, because a short pre-training with post-norm and the
     papers' 1e-4 does not get past the frequencies of words.
@@ -98,7 +101,7 @@ def plan(
         steps=long_steps,
         warmup=0.1,
         adam_beta2=0.98,
-        data={"evaluation_rows": max(1, evaluation_rows * length // long_length)},
+        data={"evaluation_rows": evaluation_rows * length // long_length},
     )
     pretrained, lengthened, tuned = [], [], []
     for it in variants:
@@ -112,12 +115,14 @@ def plan(
         if long_steps:
             lengthened.append(
                 Job(second, "mlm", it.method, longer, data_dir / "corpus", needs=first,
-                    labels=labels)
+                    labels=labels, save_model=True)
             )  # fmt: skip
-    for task in tasks:
+    for named in tasks:
+        task, _, at = named.partition("@")
+        checks.choice("tasks", task, FINE_TUNING)
         epochs, rows = FINE_TUNING[task]
         fine = Recipe(
-            length=min(length, 512 if task == "imdb" else 128),
+            length=int(at) if at else min(length, 512 if task == "imdb" else 128),
             batch=rows,
             learning_rate=fine_rate,
             epochs=epochs,
@@ -126,8 +131,8 @@ def plan(
             config={"hidden_dropout_prob": 0.1},
         )
         tuned += [
-            Job(f"{it.name}-{task.replace('/', '-')}-{seed}", task, it.method, fine, data_dir, seed,
-                needs=f"{it.name}-mlm-{length}",
+            Job(f"{it.name}-{named.replace('/', '-')}-{seed}", task, it.method, fine, data_dir,
+                seed, needs=f"{it.name}-mlm-{long_length if fine.length > length else length}",
                 labels={"variant": it.name, "side_by_side": side_by_side})
             for seed in range(seeds)
             for it in variants
@@ -152,13 +157,15 @@ def main(
     long_steps: Annotated[int, typer.Option(help="At the second; 0 leaves it out.")] = 400,
     batch: Annotated[int, typer.Option(help="Sequences a step at the first length.")] = 32,
     tasks: Annotated[
-        str, typer.Option(help="To fine-tune on, with commas; none for none.")
+        str, typer.Option(help="To fine-tune on, with commas, as imdb@4096; none for none.")
     ] = ",".join(FINE_TUNING),
     seeds: Annotated[int, typer.Option(help="Of fine-tuning; tables show the median.")] = 1,
     epochs: Annotated[
         float, typer.Option(help="Scales the passes over the data in fine-tuning.")
     ] = 1.0,
-    evaluation_rows: Annotated[int, typer.Option(help="Held-out rows scored at the first.")] = 512,
+    evaluation_rows: Annotated[
+        int, typer.Option(help="Held-out rows that are scored, of the first length; 0 for all.")
+    ] = 0,
     jobs: Annotated[int, typer.Option(help="Runs side by side.")] = 1,
     time_limit: Annotated[
         float | None, typer.Option(help="Seconds after which runs stop with a checkpoint.")

@@ -17,7 +17,9 @@ def study_table(path: str | os.PathLike[str]) -> str:
     """Two tables of a study's rows: pre-training by length, and fine-tuning by task."""
     rows = [row for row in records.read(path) if row.get("kind") == "training"]
     names = list(dict.fromkeys(name_of(row) for row in rows))
-    tables = [*_pretraining(rows, names), "", *_fine_tuning(rows, names), ""]
+    tables: list[str] = []
+    for table in (_pretraining(rows, names), _fine_tuning(rows, names)):
+        tables += [*table, ""] if table else []
     if any(row.get("side_by_side", 1) > 1 for row in rows):
         tables += ["Runs shared one machine, so that seconds do not compare methods.", ""]
     return "\n".join(tables)
@@ -43,6 +45,8 @@ def _pretraining(rows: list[Row], names: list[str]) -> list[str]:
                     f"{100 * values['accuracy']:.1f}", f"{row['tokens'] / 1e6:.1f}",
                     f"{row['seconds']:.0f}", f"{row['tokens_per_second'] or 0:,.0f}",
                 ])  # fmt: skip
+    if not found:
+        return []
     head = ["method", "trained at", "read at", "loss (nats)", "perplexity", "accuracy %",
             "M tokens seen", "seconds", "tokens/s"]  # fmt: skip
     return markdown(head, lines)
@@ -51,22 +55,24 @@ def _pretraining(rows: list[Row], names: list[str]) -> list[str]:
 def _fine_tuning(rows: list[Row], names: list[str]) -> list[str]:
     """Each task's numbers after the last step, in percent: the median over seeds."""
     tuned = [row for row in rows if not row["task"].startswith("mlm")]
-    tasks = {row["task"]: row["best"]["metric"] for row in tuned}
+    tasks = {(row["task"], row["recipe"]["length"]): row["best"]["metric"] for row in tuned}
+    if not tasks:
+        return []
     lines = []
     for name in names:
         cells = []
-        for task, metric in tasks.items():
+        for (task, length), metric in tasks.items():
             scores = [
                 next(iter(row["metrics"].values()))
                 for row in tuned
-                if row["task"] == task and name_of(row) == name
+                if (row["task"], row["recipe"]["length"], name_of(row)) == (task, length, name)
             ]
             both = [metric, PAIRS[metric]] if metric in PAIRS else [metric]
             cells.append(" / ".join(spread([100 * score[m] for score in scores]) for m in both))
         lines.append([name, *cells])
     heads = [
-        f"{task.removeprefix('glue/')} {' / '.join([m, PAIRS[m]] if m in PAIRS else [m])}"
-        for task, m in tasks.items()
+        f"{task.removeprefix('glue/')} {length}: {' / '.join([m, PAIRS[m]] if m in PAIRS else [m])}"
+        for (task, length), m in tasks.items()
     ]
     return markdown(["method", *heads], lines)
 
