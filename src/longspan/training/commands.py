@@ -11,8 +11,9 @@ from longspan.attention.methods import find as find_method
 from longspan.tasks import TASKS, corpus
 from longspan.tasks import find as find_task
 from longspan.training import recipes, run, settings
+from longspan.training.sweep import sweep
 
-__all__ = ["TASKS", "tokenize", "train"]
+__all__ = ["TASKS", "sweep", "tokenize", "train"]
 
 
 def train(

@@ -27,6 +27,7 @@ class Job:
         name: also of its folder.
         task, method, recipe, data_dir, seed: as in `Run`.
         needs: the job whose model it starts from, if any.
+        start: or the folder of a model that is there already.
         labels: further fields of its row.
         save_model: whether another needs its model.
     """
@@ -38,6 +39,7 @@ class Job:
     data_dir: Path
     seed: int = 0
     needs: str | None = None
+    start: Path | None = None
     labels: dict[str, Any] = field(default_factory=dict)
     save_model: bool = False
 
@@ -68,7 +70,7 @@ def execute(
                     waiting.remove(job)
                     running[pool.submit(_work, job, work, deadline)] = job
             if not running:
-                break
+                break  # what waits still waits for what was stopped or failed
             done, _ = wait(running, timeout=WAITING, return_when=FIRST_COMPLETED)
             for future in done:
                 job = running.pop(future)
@@ -128,7 +130,7 @@ def _work(job: Job, work: Path, deadline: float | None) -> str:
         job.data_dir,
         folder,
         job.seed,
-        start=None if job.needs is None else work / job.needs / "model",
+        start=job.start if job.needs is None else work / job.needs / "model",
         labels=job.labels,
         save_model=job.save_model,
     )

@@ -89,7 +89,8 @@ def train(
     """Train, score and record; with `resume` from the last whole checkpoint, if there is one."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    state = PartialState()
+    # Processes on CPUs are joined only if CPUs are asked for.
+    state = PartialState(cpu=not torch.accelerator.is_available())
     console = console or Console(quiet=not state.is_main_process)
     device = state.device
     with state.main_process_first():  # who prepares files that all then read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable
 from statistics import median
@@ -23,6 +24,25 @@ def study_table(path: str | os.PathLike[str]) -> str:
     if any(row.get("side_by_side", 1) > 1 for row in rows):
         tables += ["Runs shared one machine, so that seconds do not compare methods.", ""]
     return "\n".join(tables)
+
+
+def sweep_table(path: str | os.PathLike[str]) -> str:
+    """One line for each combination of a sweep: the first split's numbers, medians over seeds."""
+    rows = [row for row in records.read(path) if row.get("kind") == "training"]
+    if not rows:
+        return ""
+    metrics = list(next(iter(rows[0]["metrics"].values())))
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(json.dumps(row["varied"]), []).append(row)
+    lines = []
+    for key, group in groups.items():
+        scores = [next(iter(row["metrics"].values())) for row in group]
+        cells = [spread([score[m] for score in scores], "{:.4g}") for m in metrics]
+        rate = median(row["tokens_per_second"] or 0 for row in group)
+        lines.append([*map(str, json.loads(key).values()), *cells, str(len(group)), f"{rate:,.0f}"])
+    head = [*rows[0]["varied"], *metrics, "seeds", "tokens/s"]
+    return "\n".join([*markdown(head, lines), ""])
 
 
 def name_of(row: Row) -> str:
@@ -77,13 +97,12 @@ def _fine_tuning(rows: list[Row], names: list[str]) -> list[str]:
     return markdown(["method", *heads], lines)
 
 
-def spread(values: list[float]) -> str:
+def spread(values: list[float], form: str = "{:.1f}") -> str:
     """The median, and the range over more than one."""
     if not values:
         return "–"
-    if len(values) == 1:
-        return f"{values[0]:.1f}"
-    return f"{median(values):.1f} ({min(values):.1f}–{max(values):.1f})"
+    middle, low, high = (form.format(f(values)) for f in (median, min, max))
+    return middle if len(values) == 1 else f"{middle} ({low}–{high})"
 
 
 def markdown(head: list[str], lines: Iterable[list[str]]) -> list[str]:

@@ -129,6 +129,7 @@ def arguments(
         adam_beta2=recipe.adam_beta2,
         adam_epsilon=recipe.adam_epsilon,
         max_grad_norm=recipe.clip,
+        use_cpu=not torch.accelerator.is_available(),
         bf16=bf16,
         torch_compile=recipe.compile,
         gradient_checkpointing=recipe.checkpointing,
