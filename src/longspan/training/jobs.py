@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,8 @@ def execute(
 
     Each job has the folder `work/NAME` with its log, checkpoints and rows; a row marks it finished.
     """
+    for job in jobs:
+        _check_unchanged(job, work)
     deadline = None if time_limit is None else time.time() + time_limit
     finished = {job.name for job in jobs if row_of(job, work) is not None}
     waiting = [job for job in jobs if job.name not in finished]
@@ -85,6 +88,16 @@ def execute(
                     highlight=False, markup=False,
                 )  # fmt: skip
     return [job.name for job in jobs if job.name not in finished]
+
+
+def _check_unchanged(job: Job, work: Path) -> None:
+    """What was begun with other settings is neither continued nor taken for this."""
+    path = work / job.name / "run.json"
+    if path.is_file() and json.loads(path.read_text())["recipe"] != asdict(job.recipe):
+        raise ValueError(
+            f"the folder of runs must be new where settings have changed, got {path.parent}, which "
+            "was made with others"
+        )
 
 
 def row_of(job: Job, work: Path) -> dict[str, Any] | None:
