@@ -57,10 +57,12 @@ def train(
         if start is not None:
             recipe = recipe.from_start()
     recipe = settings.apply(recipe, row, method, settings.parse(given))
+    if keep_best:
+        recipe = recipe.changed(keep_best=True)
     outcome = run.train(
         run.Run(
             row, method, recipe, data_dir or Path("data"), output, seed or 0, start,
-            keep_best=keep_best, tensorboard=tensorboard,
+            tensorboard=tensorboard,
         ),
         resume=resume, eval_only=eval_only, time_limit=time_limit,
     )  # fmt: skip

@@ -49,6 +49,7 @@ class Recipe:
         save_every: steps between checkpoints; 0 saves only when the run is stopped.
         patience: evaluations without improvement after which training stops; 0 never stops it.
         compile: whether `torch.compile` is used: a minute to start, faster steps.
+        keep_best: score and save the weights of the best evaluation instead of the last.
         config: fields of `LongspanConfig`.
         options: of the method.
         data: options of the task's data.
@@ -73,6 +74,7 @@ class Recipe:
     save_every: int = 0
     patience: int = 0
     compile: bool = False
+    keep_best: bool = False
     config: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)

@@ -47,7 +47,6 @@ class Run:
             length, the optimizer is fresh.
         rows: file that rows go to, `output/rows.jsonl` unless given.
         labels: further fields of every row.
-        keep_best: score and save the weights of the best evaluation instead of the last.
         save_model: whether the trained model is written to `output/model`.
         tensorboard: whether to write TensorBoard's files.
     """
@@ -61,7 +60,6 @@ class Run:
     start: Path | None = None
     rows: Path | None = None
     labels: dict[str, Any] | None = None
-    keep_best: bool = False
     save_model: bool = True
     tensorboard: bool = False
 
@@ -103,7 +101,7 @@ def train(
     journal = Journal(
         run.task.best,
         run.recipe.patience,
-        keep=(lambda: trainer.save_model(str(best))) if run.keep_best else None,
+        keep=(lambda: trainer.save_model(str(best))) if run.recipe.keep_best else None,
     )
     stop = Stop(time_limit)
     title = f"{run.task.name} {run.method}"
@@ -118,7 +116,7 @@ def train(
             trainer.run(last_checkpoint(run.output) if resume else None)
         if stop.reason and trainer.state.global_step < trainer.state.max_steps:
             return Outcome(STOPPED, None, stop.reason, stop.signal, trainer.state.global_step)
-        if run.keep_best and best.exists():
+        if run.recipe.keep_best and best.exists():
             trainer._load_from_checkpoint(str(best))
     metrics = _evaluate(run, data, trainer, journal)
     if run.save_model and not eval_only:
@@ -201,10 +199,14 @@ def _evaluate(
 ) -> dict[str, dict[str, float]]:
     """Score every split; the first was scored already where the last step was evaluated."""
     metrics: dict[str, dict[str, float]] = {}
-    remembered = journal.state() if run.keep_best and journal.curve else None
+    remembered = journal.state() if run.recipe.keep_best and journal.curve else None
     last = journal.curve[-1] if journal.curve else {}
     for name, examples in data.evaluation.items():
-        if not metrics and not run.keep_best and last.get("step") == trainer.state.global_step:
+        if (
+            not metrics
+            and not run.recipe.keep_best
+            and last.get("step") == trainer.state.global_step
+        ):
             metrics[name] = {key: value for key, value in last.items() if key != "step"}
         else:
             metrics[name] = numbers(trainer.evaluate(Rows(examples)))
