@@ -1,0 +1,92 @@
+"""The bodies of `longspan train` and `longspan tokenize`."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+
+from longspan.attention.methods import find as find_method
+from longspan.tasks import TASKS, corpus
+from longspan.tasks import find as find_task
+from longspan.training import recipes, run, settings
+from longspan.training.sweep import sweep
+
+__all__ = ["TASKS", "sweep", "tokenize", "train"]
+
+
+def train(
+    task: str,
+    method: str,
+    given: list[str],
+    *,
+    data_dir: Path | None,
+    output: Path,
+    size: str | None,
+    length: int | None,
+    start: Path | None,
+    seed: int | None,
+    resume: bool,
+    eval_only: bool,
+    keep_best: bool,
+    time_limit: float | None,
+    tensorboard: bool,
+) -> int:
+    """Train as the command line says; returns the exit code, 128 + N after signal N.
+
+    A run that is continued or scored is what it was, but for what is set anew.
+    """
+    row = find_task(task)
+    find_method(method)
+    if tensorboard and not find_spec("tensorboard"):
+        raise ModuleNotFoundError("--tensorboard needs tensorboard: pip install tensorboard")
+    if (resume or eval_only) and (output / run.RUN).is_file():
+        was = run.written_down(output)
+        if (was["task"], was["method"]) != (task, method):
+            raise ValueError(
+                f"output must be of {task} with {method}, got {output}, which is of {was['task']} "
+                f"with {was['method']}"
+            )
+        recipe = was["recipe"] if length is None else was["recipe"].changed(length=length)
+        seed = was["seed"] if seed is None else seed
+        start = start or (None if was["start"] is None else Path(was["start"]))
+        data_dir = data_dir or Path(was["data_dir"])
+    else:
+        recipe = recipes.find(task, method, model_size=size, length=length)
+        if start is not None:
+            recipe = recipe.from_start()
+    recipe = settings.apply(recipe, row, method, settings.parse(given))
+    if keep_best:
+        recipe = recipe.changed(keep_best=True)
+    outcome = run.train(
+        run.Run(
+            row, method, recipe, data_dir or Path("data"), output, seed or 0, start,
+            tensorboard=tensorboard,
+        ),
+        resume=resume, eval_only=eval_only, time_limit=time_limit,
+    )  # fmt: skip
+    console = Console(stderr=True)
+    if outcome.status == run.STOPPED:
+        console.print(
+            f"Stopped at step {outcome.step} ({outcome.reason}), with a checkpoint in {output}. "
+            "The same command with --resume continues.",
+            soft_wrap=True,
+        )
+        return 128 + outcome.signal if outcome.signal else 0
+    return 0
+
+
+def tokenize(
+    sources: list[str], output: Path, *, vocab_size: int, tokenizer: str | None, column: str
+) -> None:
+    """Tokenize sources into a folder, and say what is in it."""
+    corpus.prepare(sources, output, vocab_size=vocab_size, tokenizer=tokenizer, column=column)
+    console = Console()
+    for split in corpus.splits(output):
+        part = corpus.read(output, split)
+        console.print(
+            f"{split}: {len(part.starts):,} documents, {len(part.tokens):,} tokens, "
+            f"{part.entropy:.3f} nats a token if each were drawn alone",
+            soft_wrap=True,
+        )
