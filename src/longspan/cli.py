@@ -1,4 +1,4 @@
-"""The command line: `longspan demo`, `methods`, `doctor`."""
+"""The command line: `longspan demo`, `methods`, `doctor`, `bench`, `report`, `advise`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,8 +19,12 @@ from rich.table import Table
 import longspan
 from longspan import demo as demonstration
 from longspan import doctor as diagnosis
+from longspan.bench.suite import Setting
+from longspan.bench.suites import SUITES, check, default_device, run_suites
 
 BAD_INPUT = 2
+_ROWS = Path("longspan-bench/rows.jsonl")
+_SUITES = "; ".join(f"{name}: {suite.summary}" for name, suite in SUITES.items())
 
 app = typer.Typer(
     help="Attention over long sequences at linear cost.",
@@ -46,9 +51,8 @@ def demo(
         methods = demonstration.choose(method or [])
         demonstration.check_device(device)
         output.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(["longspan", *sys.argv[1:]])
     code = demonstration.run(
-        output, methods=methods, quick=quick, seed=seed, device=device, command=command
+        output, methods=methods, quick=quick, seed=seed, device=device, command=_command()
     )
     raise typer.Exit(code)
 
@@ -78,6 +82,41 @@ def doctor() -> None:
             console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
 
 
+@app.command()
+def bench(
+    suites: Annotated[list[str], typer.Argument(metavar="SUITE…", help=_SUITES)],
+    output: Annotated[Path, typer.Option("-o", "--output", help="File of the rows.")] = _ROWS,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer lengths, fewer repeats.")] = False,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, …; by default a GPU where torch sees one.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of inputs and weights.")] = 0,
+    length: Annotated[
+        list[int] | None, typer.Option(help="Only this many tokens; repeat for more.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Encoder whose queries and keys are looked at.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="What that encoder reads.")] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Measure again what the file holds.")
+    ] = False,
+) -> None:
+    """Measure one or more suites; a run that was stopped goes on where it was."""
+    place = device or default_device()
+    setting = Setting(place, quick, seed, tuple(length or ()), model, text and str(text))
+    console = Console()
+    with _user_input():
+        check(suites, setting)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    try:
+        run_suites(suites, output, setting, fresh=fresh, command=_command(), say=say)
+    except KeyboardInterrupt:
+        console.print("Stopped by Ctrl-C: rows so far are kept; the same command goes on.")
+        raise typer.Exit(demonstration.INTERRUPTED) from None
+    console.print(f"Draw them with: longspan report {output}", highlight=False)
+
+
 def main() -> None:
     """The entry point of `longspan`."""
     app()
@@ -91,6 +130,10 @@ def _user_input() -> Iterator[None]:
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         Console(stderr=True).print(f"longspan: {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(BAD_INPUT) from None
+
+
+def _command() -> str:
+    return shlex.join(["longspan", *sys.argv[1:]])
 
 
 def _options(function: Callable[..., object]) -> str:

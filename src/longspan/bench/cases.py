@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +27,20 @@ INPUTS = {
 CENTRES, NOISE = 32, 0.35
 
 
+def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Exact attention with its N × N weights in memory, as the papers timed it."""
+    return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+
+
+# What is timed beside the methods and is none: by the name that rows have as their method.
+BASELINES: dict[str, Callable[..., Tensor]] = {"eager": eager}
+
+
 @dataclass(frozen=True)
 class Case:
     """What is timed: method, shape (B, H, N, D), dtype, device, the method's own options, inputs.
 
+    `method` is a key of METHODS or BASELINES.
     `inputs` is a key of INPUTS: how much queries and keys resemble each other, which decides how
     full the buckets of a method that hashes them are.
     """
@@ -61,6 +72,7 @@ class Case:
         q, k, v = _draw((3, *shape), *place, inputs=self.inputs)
         inputs = [q, k, v]
         options = dict(self.options)
+        attend = BASELINES.get(self.method) or partial(longspan.attention, method=self.method)
         projections = _projections(self.method)
         if projections:
             projected_length = options.pop("projected_length", PROJECTED_LENGTH)
@@ -71,14 +83,14 @@ class Case:
 
         def forward() -> Tensor:
             with torch.inference_mode():
-                return longspan.attention(q, k, v, method=self.method, **options)
+                return attend(q, k, v, **options)
 
         if not training:
             return forward
         gradient = torch.ones_like(v)  # of the output, which has the shape of v here
 
         def forward_backward() -> object:
-            output = longspan.attention(q, k, v, method=self.method, **options)
+            output = attend(q, k, v, **options)
             return torch.autograd.grad(output, inputs, gradient)
 
         return forward_backward
@@ -116,5 +128,6 @@ def _draw(
 
 def _projections(method: str) -> list[str]:
     """Names of the learned (projected_length, N) matrices that the method takes as arguments."""
-    parameters = inspect.signature(find(method).function).parameters
+    function = BASELINES[method] if method in BASELINES else find(method).function
+    parameters = inspect.signature(function).parameters
     return [name for name in parameters if name.endswith("_projection")]
