@@ -10,7 +10,7 @@ from longspan import records
 from longspan.bench import MODES, affordable, length, linformer, model, peak_bytes, predict, suite
 from longspan.bench.__main__ import main
 from longspan.bench.suite import Entry, Group, Limits, Setting
-from longspan.bench.suites import SUITES, run_suites
+from longspan.bench.suites import SUITES, plan
 
 
 def test_prediction_continues_power_laws():
@@ -44,6 +44,10 @@ def test_peak_memory_of_a_call_on_a_cpu():
     peak = peak_bytes(lambda: torch.ones(1 << 24).sum(), "cpu")
     assert 64 << 20 <= peak < 68 << 20
     assert peak_bytes(lambda: None, "cpu") < 2 << 20
+
+
+def run_suites(names, path, setting, **more):
+    return suite.run(plan(names, setting), path, setting, **more)
 
 
 @pytest.fixture

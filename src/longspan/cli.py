@@ -20,7 +20,8 @@ import longspan
 from longspan import demo as demonstration
 from longspan import doctor as diagnosis
 from longspan.bench.suite import Setting
-from longspan.bench.suites import SUITES, check, default_device, run_suites
+from longspan.bench.suite import run as run_groups
+from longspan.bench.suites import SUITES, default_device, plan
 
 BAD_INPUT = 2
 _ROWS = Path("longspan-bench/rows.jsonl")
@@ -97,20 +98,20 @@ def bench(
     model: Annotated[
         str | None, typer.Option(help="Encoder whose queries and keys are looked at.")
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="What that encoder reads.")] = None,
+    text: Annotated[str | None, typer.Option(help="File that encoder reads.")] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Measure again what the file holds.")
     ] = False,
 ) -> None:
     """Measure one or more suites; a run that was stopped goes on where it was."""
     place = device or default_device()
-    setting = Setting(place, quick, seed, tuple(length or ()), model, text and str(text))
+    setting = Setting(place, quick, seed, tuple(length or ()), model, text)
     console = Console()
     with _user_input():
-        check(suites, setting)
+        groups = plan(suites, setting)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     try:
-        run_suites(suites, output, setting, fresh=fresh, command=_command(), say=say)
+        run_groups(groups, output, setting, fresh=fresh, command=_command(), say=say)
     except KeyboardInterrupt:
         console.print("Stopped by Ctrl-C: rows so far are kept; the same command goes on.")
         raise typer.Exit(demonstration.INTERRUPTED) from None

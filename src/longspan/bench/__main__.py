@@ -7,8 +7,8 @@ import functools
 import shlex
 import sys
 
-from longspan.bench.suite import Setting
-from longspan.bench.suites import SUITES, default_device, run_suites
+from longspan.bench.suite import Setting, run
+from longspan.bench.suites import SUITES, default_device, plan
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -28,8 +28,8 @@ def main(arguments: list[str] | None = None) -> None:
         given.device, given.quick, given.seed, tuple(given.length), given.model, given.text
     )
     words = sys.argv[1:] if arguments is None else arguments
-    run_suites(
-        given.suites,
+    run(
+        plan(given.suites, setting),
         given.output,
         setting,
         fresh=given.fresh,

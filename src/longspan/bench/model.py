@@ -28,9 +28,8 @@ GPU_TOKENS = 1 << 14  # of a batch, or one sequence where it is longer
 
 def groups(setting: Setting) -> Iterator[Group]:
     """Both sizes and modes, 512 tokens and up; a quick run on a CPU leaves out the larger."""
-    lengths = (512, 1024, 2048) if setting.quick else (512, 1024, 2048, 4096, 8192)
-    if setting.cuda:
-        lengths = (512, 2048, 8192) if setting.quick else (512, 1024, 4096, 16384)
+    lengths: tuple[int, ...] = (512, 1024, 4096, 16384) if setting.cuda else (512, 1024, 2048, 4096)
+    lengths = lengths[:3] if setting.quick else lengths
     sizes = [256] if setting.quick and not setting.cuda else list(SIZES)
     for width in sizes:
         for length in setting.lengths or lengths:

@@ -1,16 +1,15 @@
-"""The suites by name: one literal table, and the one way to run them."""
+"""The suites by name: one literal table."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from longspan.attention import checks
-from longspan.bench import length, linformer, model
-from longspan.bench.suite import Group, Setting, run
+from longspan.bench import error, length, linformer, model, spectrum
+from longspan.bench.suite import Group, Setting
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,8 @@ SUITES: dict[str, Suite] = {
     "length": Suite("time and memory of every method over length", length.groups),
     "linformer": Suite("Linformer's grid of length and projected length", linformer.groups),
     "model": Suite("a whole encoder's inference and training step", model.groups),
+    "error": Suite("error against cost, on random and real inputs", error.groups),
+    "spectrum": Suite("singular values of a model's attention, learned E", spectrum.groups),
 }
 
 
@@ -33,26 +34,12 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def check(names: Sequence[str], setting: Setting) -> None:
-    """Raise `ValueError` for what the user cannot have meant."""
+def plan(names: Sequence[str], setting: Setting) -> list[tuple[str, Group]]:
+    """The groups of the named suites; `ValueError` for what the user cannot have meant."""
     for name in names:
         checks.choice("suite", name, SUITES)
     for tokens in setting.lengths:
         checks.integer("length", tokens, 1)
     if setting.cuda and not torch.cuda.is_available():
         raise ValueError(f"device must be one that torch sees here, got {setting.device!r}")
-
-
-def run_suites(
-    names: Sequence[str],
-    path: str | os.PathLike[str],
-    setting: Setting,
-    *,
-    fresh: bool = False,
-    command: str = "",
-    say: Callable[[str], object] = print,
-) -> int:
-    """Measure the named suites into `path`, see `longspan.bench.suite.run`."""
-    check(names, setting)
-    groups = [(name, group) for name in names for group in SUITES[name].groups(setting)]
-    return run(groups, path, setting, fresh=fresh, command=command, say=say)
+    return [(name, group) for name in names for group in SUITES[name].groups(setting)]

@@ -1,0 +1,155 @@
+"""`error`: how far methods are from what they approximate, and what they cost: the frontier.
+
+`error_limit` is ‖y − y*‖ / ‖y*‖ with y* the method's own limit: `yoso_expectation` for `yoso`
+(many hashes), exact attention for the others (as many landmarks, projected keys, … as tokens).
+`error_softmax` compares every method with exact attention after scaling all rows of both to length
+one, which is what YOSO does to its output: the limit of YOSO is another kernel.
+
+Inputs: Gaussian ("spread"), around 32 centres ("clustered"), and, where a model is named, the
+queries, keys and values of all its layers on a text ("real"). Linformer is shown untrained, with
+means of segments and with Gaussian matrices: what it learns is in the suite `spectrum`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import longspan
+from longspan.attention.base import unit
+from longspan.bench import real
+from longspan.bench.cases import _draw
+from longspan.bench.suite import Call, Entry, Group, Setting
+
+HEADS, HEAD_DIM = 8, 64
+
+
+def contenders(tokens: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(family, method, options): a family is a line of the chart."""
+    yield "softmax", "softmax", {}
+    for num_hashes in (8, 16, 32, 64, 128):
+        yield "yoso", "yoso", {"num_hashes": num_hashes, "hash_bits": 8}
+    for hash_bits in (4, 6, 10, 12):
+        yield f"yoso, {hash_bits} bits", "yoso", {"num_hashes": 32, "hash_bits": hash_bits}
+    for hash_bits in (4, 8, 12):
+        yield "yoso_expectation", "yoso_expectation", {"hash_bits": hash_bits}
+    for size in (16, 32, 64, 128, 256):
+        if size < tokens:
+            yield "nystrom", "nystrom", {"num_landmarks": size}
+            yield "linformer, means", "linformer", {"projected_length": size, "kind": "mean-pool"}
+            yield "linformer, random", "linformer", {"projected_length": size, "kind": "linear"}
+            yield "window", "window", {"window": size // 2}
+    for num_hashes in (1, 2, 4):
+        yield "reformer", "reformer", {"num_hashes": num_hashes}
+    yield "strided", "strided", {}
+
+
+def groups(setting: Setting) -> Iterator[Group]:
+    """One group for each kind of inputs and length."""
+    usual = (4096,) if setting.cuda else (1024,) if setting.quick else (2048,)
+    for length in setting.lengths or usual:
+        for inputs in ("spread", "clustered"):
+            shape = (1, HEADS, length, HEAD_DIM)
+            yield _group(inputs, partial(_drawn, shape, inputs, setting), shape, setting, {})
+    if setting.model is not None:
+        q = _real(setting)[0]
+        about = real.names(setting.model, setting.text)
+        yield _group("real", partial(_real, setting), tuple(q.shape), setting, about)
+
+
+def _group(
+    inputs: str,
+    draw: Callable[[], list[Tensor]],
+    shape: tuple[int, ...],
+    setting: Setting,
+    about: Mapping[str, Any],
+) -> Group:
+    batch, heads, length, head_dim = shape
+    sizes = {"batch": batch, "heads": heads, "length": length, "head_dim": head_dim}
+    entries = []
+    for family, method, options in contenders(length):
+        row = {
+            "kind": "error",
+            "mode": "forward",
+            "method": method,
+            "family": family,
+            "options": options,
+            "inputs": inputs,
+            **sizes,
+            "dtype": setting.dtype,
+            "device": setting.device,
+            **about,
+        }
+        build = partial(_call, method, options, draw, setting.seed)
+        extra = partial(_errors, method, options, draw, setting.seed)
+        words = [f"{k}={v}" for k, v in options.items()]
+        entries.append(Entry(" ".join([method, *words]), row, build, extra))
+    where = f" of {about['model']} on {about['text']}" if about else ""
+    return Group(f"{inputs} inputs{where}, {length:,} tokens, batch {batch}", entries)
+
+
+def _drawn(shape: tuple[int, ...], inputs: str, setting: Setting) -> list[Tensor]:
+    return _draw((3, *shape), setting.dtype, setting.device, False, setting.seed, inputs=inputs)
+
+
+def _real(setting: Setting) -> list[Tensor]:
+    """One stretch of text in every layer (four on a GPU), all layers in one batch."""
+    stretches = 4 if setting.cuda else 1
+    joined = (torch.cat([x[:stretches] for x in part]) for part in zip(*real.layers(setting), strict=True))
+    return [x.to(getattr(torch, setting.dtype)) for x in joined]
+
+
+def _call(
+    method: str, options: Mapping[str, Any], draw: Callable[[], list[Tensor]], seed: int
+) -> Call:
+    q, k, v = draw()
+    options = dict(options)
+    if method in ("yoso", "reformer"):
+        options["seed"] = seed
+    if method == "linformer":
+        kind, size = options.pop("kind"), options.pop("projected_length")
+        torch.manual_seed(seed)
+        module = longspan.LinformerAttention(
+            q.shape[1],
+            max_length=k.shape[2],
+            projected_length=size,
+            projection=kind,
+            sharing="key-value",
+        ).to(q.device, q.dtype)
+        function: Callable[..., Tensor] = module
+    else:
+        function = partial(longspan.attention, method=method, **options)
+
+    def run() -> Tensor:
+        with torch.inference_mode():
+            return function(q, k, v)
+
+    return run
+
+
+def _errors(
+    method: str,
+    options: Mapping[str, Any],
+    draw: Callable[[], list[Tensor]],
+    seed: int,
+    row: Mapping[str, Any],
+) -> dict[str, Any]:
+    y: Any = _call(method, options, draw, seed)()
+    q, k, v = (x.float() for x in draw())
+    exact = longspan.softmax(q, k, v)
+    limit = exact
+    if method in ("yoso", "yoso_expectation"):
+        limit = longspan.yoso_expectation(q, k, v, hash_bits=options["hash_bits"])
+    return {
+        "error_limit": relative_error(y, limit),
+        "error_softmax": relative_error(unit(y.float()), unit(exact)),
+    }
+
+
+def relative_error(y: Tensor, wanted: Tensor) -> float:
+    """‖y − wanted‖ / ‖wanted‖ over all entries."""
+    return float((y.float() - wanted).norm() / wanted.norm())
