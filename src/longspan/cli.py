@@ -22,9 +22,11 @@ from longspan import doctor as diagnosis
 from longspan.bench.suite import Setting
 from longspan.bench.suite import run as run_groups
 from longspan.bench.suites import SUITES, default_device, plan
+from longspan.report import write_report
 
 BAD_INPUT = 2
 _ROWS = Path("longspan-bench/rows.jsonl")
+_FILES = f"Files of `longspan bench`, `demo` or `train`; by default {_ROWS}."
 _SUITES = "; ".join(f"{name}: {suite.summary}" for name, suite in SUITES.items())
 
 app = typer.Typer(
@@ -116,6 +118,26 @@ def bench(
         console.print("Stopped by Ctrl-C: rows so far are kept; the same command goes on.")
         raise typer.Exit(demonstration.INTERRUPTED) from None
     console.print(f"Draw them with: longspan report {output}", highlight=False)
+
+
+@app.command()
+def report(
+    rows: Annotated[list[Path] | None, typer.Argument(metavar="ROWS…", help=_FILES)] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Folder of the page and its pictures.")
+    ] = None,
+    pictures: Annotated[bool, typer.Option(help="Also draw each chart as PNG and SVG.")] = True,
+) -> None:
+    """Draw rows as one page that works offline, and its charts as pictures."""
+    files = rows or [_ROWS]
+    folder = output or files[0].parent
+    console = Console()
+    with _user_input():
+        made, problems = write_report(files, folder, pictures=pictures)
+    for problem in problems:
+        console.print(f"Left out: {problem}", markup=False, highlight=False, soft_wrap=True)
+    for line in made:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def main() -> None:

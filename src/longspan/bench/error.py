@@ -37,12 +37,14 @@ def contenders(tokens: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield f"yoso, {hash_bits} bits", "yoso", {"num_hashes": 32, "hash_bits": hash_bits}
     for hash_bits in (4, 8, 12):
         yield "yoso_expectation", "yoso_expectation", {"hash_bits": hash_bits}
-    for size in (16, 32, 64, 128, 256):
-        if size < tokens:
-            yield "nystrom", "nystrom", {"num_landmarks": size}
-            yield "linformer, means", "linformer", {"projected_length": size, "kind": "mean-pool"}
-            yield "linformer, random", "linformer", {"projected_length": size, "kind": "linear"}
-            yield "window", "window", {"window": size // 2}
+    sizes = [size for size in (16, 32, 64, 128, 256) if size < tokens]
+    for size in sizes:
+        yield "nystrom", "nystrom", {"num_landmarks": size}
+    for family, kind in (("linformer, means", "mean-pool"), ("linformer, random", "linear")):
+        for size in sizes:
+            yield family, "linformer", {"projected_length": size, "projection": kind}
+    for size in sizes:
+        yield "window", "window", {"window": size // 2}
     for num_hashes in (1, 2, 4):
         yield "reformer", "reformer", {"num_hashes": num_hashes}
     yield "strided", "strided", {}
@@ -99,7 +101,9 @@ def _drawn(shape: tuple[int, ...], inputs: str, setting: Setting) -> list[Tensor
 def _real(setting: Setting) -> list[Tensor]:
     """One stretch of text in every layer (four on a GPU), all layers in one batch."""
     stretches = 4 if setting.cuda else 1
-    joined = (torch.cat([x[:stretches] for x in part]) for part in zip(*real.layers(setting), strict=True))
+    joined = (
+        torch.cat([x[:stretches] for x in part]) for part in zip(*real.layers(setting), strict=True)
+    )
     return [x.to(getattr(torch, setting.dtype)) for x in joined]
 
 
@@ -111,14 +115,9 @@ def _call(
     if method in ("yoso", "reformer"):
         options["seed"] = seed
     if method == "linformer":
-        kind, size = options.pop("kind"), options.pop("projected_length")
         torch.manual_seed(seed)
         module = longspan.LinformerAttention(
-            q.shape[1],
-            max_length=k.shape[2],
-            projected_length=size,
-            projection=kind,
-            sharing="key-value",
+            q.shape[1], max_length=k.shape[2], sharing="key-value", **options
         ).to(q.device, q.dtype)
         function: Callable[..., Tensor] = module
     else:

@@ -57,9 +57,7 @@ def groups(setting: Setting) -> Iterator[Group]:
     yield Group(f"what E learns, {where}", entries)
 
 
-def _spectrum(
-    setting: Setting, weights: str, layer: int, row: Mapping[str, Any]
-) -> dict[str, Any]:
+def _spectrum(setting: Setting, weights: str, layer: int, row: Mapping[str, Any]) -> dict[str, Any]:
     q, k, _ = real.layers(setting, weights)[layer]
     stretches = 2 if setting.quick else 8
     shares = cumulative(q[:stretches], k[:stretches])  # (H, N)

@@ -2,7 +2,9 @@
 
 from longspan.report.charts import EXACT
 from longspan.report.crossover import Crossover, crossover, exact_seconds, times
-from longspan.report.page import milliseconds, write_page
+from longspan.report.page import write_page
+from longspan.report.report import write_report
+from longspan.report.section import milliseconds
 
 __all__ = [
     "EXACT",
@@ -12,4 +14,5 @@ __all__ = [
     "milliseconds",
     "times",
     "write_page",
+    "write_report",
 ]

@@ -65,12 +65,26 @@ def exact_seconds(exact: Mapping[int, float], length: int) -> float:
 
 
 def times(rows: Iterable[Mapping[str, Any]], mode: str) -> dict[str, dict[int, float]]:
-    """Median seconds by method and length, from the timing rows of one mode; the last counts."""
-    table: dict[str, dict[int, float]] = {}
+    """Median seconds of a sequence by name and length, from the timing rows of one mode.
+
+    Where rows have no name, it is that of the method; the last row of a name and length counts.
+    """
+    return table(rows, mode, "seconds")
+
+
+def table(rows: Iterable[Mapping[str, Any]], mode: str, field: str) -> dict[str, dict[int, float]]:
+    """A number of the timing rows of one mode, for one sequence of the batch, as in `times`."""
+    found: dict[str, dict[int, float]] = {}
     for row in rows:
-        if row.get("kind") == "timing" and row["mode"] == mode:
-            table.setdefault(row["method"], {})[row["length"]] = row["seconds"]
-    return table
+        if row.get("kind") == "timing" and row["mode"] == mode and row.get(field) is not None:
+            value = row[field] / row.get("batch", 1)
+            found.setdefault(label(row), {})[row["length"]] = value
+    return found
+
+
+def label(row: Mapping[str, Any]) -> str:
+    """What a row is called in charts and tables."""
+    return str(row.get("name", row["method"]))
 
 
 def _round(length: float) -> int:
