@@ -34,7 +34,7 @@ def contenders(tokens: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
     for num_hashes in (8, 16, 32, 64, 128):
         yield "yoso", "yoso", {"num_hashes": num_hashes, "hash_bits": 8}
     for hash_bits in (4, 6, 10, 12):
-        yield f"yoso, {hash_bits} bits", "yoso", {"num_hashes": 32, "hash_bits": hash_bits}
+        yield "yoso, other bits", "yoso", {"num_hashes": 32, "hash_bits": hash_bits}
     for hash_bits in (4, 8, 12):
         yield "yoso_expectation", "yoso_expectation", {"hash_bits": hash_bits}
     sizes = [size for size in (16, 32, 64, 128, 256) if size < tokens]

@@ -4,9 +4,9 @@ A row of kind "spectrum" holds, for one layer of a model, the share of the sum o
 the N × N attention matrices that the largest j of them have (Σ_{i≤j} σ_i / Σ σ_i, as in figure 1 of
 the Linformer paper), by head, averaged over stretches of text; "random" weights are the control.
 
-A row of kind "projection" describes Linformer's E for the keys of one layer, before and after it was
-fitted to give exact attention's output on that layer's own queries, keys and values: the entropy of
-its rows, over how many tokens they spread, and how much they look like averaging neighbours.
+A row of kind "projection" describes Linformer's E for the keys of one layer, before and after it
+was fitted to give exact attention's output on that layer's own queries, keys and values: the
+entropy of its rows, over how many tokens they spread, and how much they look like averaging.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from longspan.bench import real
 from longspan.bench.suite import Entry, Group, Setting
 
 POINTS = 32  # of a cumulative curve
-STEPS, RATE, BATCH = 200, 3e-3, 4
+STEPS, RATE, BATCH = 400, 3e-3, 4
 PICTURE = (32, 64)
 
 
@@ -35,7 +35,7 @@ def groups(setting: Setting) -> Iterator[Group]:
             "model must be named for the suite spectrum, a folder or a name of Hugging Face's, "
             "as in --model sentence-transformers/all-MiniLM-L6-v2, got none"
         )
-    about = real.names(setting.model, setting.text)
+    about: dict[str, Any] = {**real.names(setting.model, setting.text)}
     where = f"{about['model']} on {about['text']}"
     found = real.layers(setting)
     batch, heads, length, head_dim = found[0][0].shape
@@ -43,7 +43,12 @@ def groups(setting: Setting) -> Iterator[Group]:
     for weights in ("trained", "random"):
         entries = []
         for layer in range(len(found)):
-            row = {"kind": "spectrum", "method": "softmax", "weights": weights, "layer": layer}
+            row: dict[str, Any] = {
+                "kind": "spectrum",
+                "method": "softmax",
+                "weights": weights,
+                "layer": layer,
+            }
             extra = partial(_spectrum, setting, weights, layer)
             entries.append(Entry(f"layer {layer}, {weights}", {**row, **about}, extra=extra))
         yield Group(f"singular values, {weights} weights, {where}", entries)
@@ -84,7 +89,7 @@ def _projection(
     setting: Setting, layer: int, projected: int, row: Mapping[str, Any]
 ) -> dict[str, Any]:
     inputs = real.layers(setting)[layer]
-    steps = STEPS // 4 if setting.quick else STEPS
+    steps = STEPS // 8 if setting.quick else STEPS
     before, after, errors = fit(inputs, projected, steps, setting.seed)
     return {
         "steps": steps,

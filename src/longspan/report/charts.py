@@ -99,7 +99,7 @@ def ratio_chart(times: Mapping[str, Mapping[int, float]]) -> Figure:
 
 
 def line_chart(
-    lines: Mapping[str, Mapping[float, float]],
+    lines: Mapping[str, Mapping[Any, float]],
     x_title: str,
     y_title: str,
     *,

@@ -57,9 +57,10 @@ def linformer(rows: Rows, where: str, prefix: str) -> list[Section]:
     return [
         Section(
             f"Linformer: length by projected length{where}",
-            "Attention alone, forward: time (and memory that a call adds) of exact attention divided "
-            "by Linformer's. Solid: against torch's fused kernels; dotted: against eager attention, "
-            "the paper's baseline. The paper's memory saving is a ratio of largest batches.",
+            "Attention alone, forward: time (and memory that a call adds) of exact attention "
+            "divided by Linformer's. Solid: against torch's fused kernels; dotted: against eager "
+            "attention, the paper's baseline. The paper's memory saving is a ratio of largest "
+            "batches.",
             [Chart(f"{prefix}linformer", figure, "The darker, the longer the projection.")],
             [found for found in tables if found.lines],
         )
@@ -119,8 +120,8 @@ def model(rows: Rows, where: str, prefix: str) -> list[Section]:
             made.append(
                 Section(
                     f"A whole encoder: {layers} layers of {width}{where}",
-                    "A training step is forward, backward and AdamW. The largest batch is what 95 % "
-                    "of the memory holds, if every sequence takes what those measured took.",
+                    "A training step is forward, backward and AdamW. The largest batch is what 95 "
+                    "% of the memory holds, if every sequence takes what those measured took.",
                     charts,
                     tables,
                 )

@@ -98,8 +98,9 @@ def _line(axes: Any, trace: Mapping[str, Any], seen: set[str]) -> None:
     symbol = marker["symbol"]
     ring = marker.get("line") is not None
     lines, markers = "lines" in trace["mode"], "markers" in trace["mode"]
-    known = trace["name"] in seen
-    seen.add(trace["name"])
+    named = markers and not ring and trace["name"] not in seen
+    if named:
+        seen.add(trace["name"])
     axes.plot(
         trace["x"],
         trace["y"],
@@ -109,7 +110,7 @@ def _line(axes: Any, trace: Mapping[str, Any], seen: set[str]) -> None:
         marker=_MARKERS[symbol.removesuffix("-open")] if markers else None,
         markersize=11 if ring else 5,
         markerfacecolor="none" if ring else "white" if symbol.endswith("-open") else line["color"],
-        label=None if known or (lines and not markers) else trace["name"],
+        label=trace["name"] if named else None,
     )
 
 

@@ -15,9 +15,9 @@ NYSTROM = {
     8192: ("10233 / 155.4", "", "635 / 11.3", "455 / 36.2", "450 / 12.3", "383 / 11.5"),
 }
 
-# Linformer (arXiv 2006.04768), table 3: times as fast / as little memory as exact attention, a whole
-# model's inference on a 16 GB V100, by length and projected length.
-LINFORMER = {
+# Linformer (arXiv 2006.04768), table 3: times as fast / as little memory as exact attention, a
+# whole model's inference on a 16 GB V100, by length and projected length.
+LINFORMER: dict[int, dict[int, tuple[float, float]]] = {
     512: {128: (1.5, 1.7), 256: (1.3, 1.5)},
     1024: {128: (1.7, 3.0), 256: (1.6, 2.9), 512: (1.3, 1.8)},
     2048: {128: (2.6, 6.1), 256: (2.4, 5.6), 512: (2.1, 3.6), 1024: (1.3, 2.0)},
@@ -28,8 +28,8 @@ LINFORMER = {
     65536: {128: (20, 60), 256: (18, 52), 512: (16, 40), 1024: (14, 20), 2048: (7.9, 18)},
 }
 
-# Long Range Arena, accuracy in percent: Nyströmformer's table 3 (a re-implementation in PyTorch), and
-# the arena's own table 1 (arXiv 2011.04006) for what the former lacks.
+# Long Range Arena, accuracy in percent: Nyströmformer's table 3 (a re-implementation in PyTorch),
+# and the arena's own table 1 (arXiv 2011.04006) for what the former lacks.
 LRA_TASKS = ("listops", "text", "retrieval", "image", "pathfinder")
 LRA = {
     ("softmax", "Nyströmformer paper"): (37.10, 65.02, 79.35, 38.20, 74.16),
@@ -44,8 +44,8 @@ LRA = {
     ("reformer", "LRA paper"): (37.27, 56.10, 53.40, 38.07, 68.50),
 }
 
-# GLUE and IMDB, development sets: Nyströmformer's and Linformer's tables. F1 for MRPC and QQP in the
-# former, accuracy elsewhere.
+# GLUE and IMDB, development sets: Nyströmformer's and Linformer's tables. F1 for MRPC and QQP in
+# the former, accuracy elsewhere.
 GLUE = {
     ("softmax", "Nyströmformer paper, BERT-base"): {
         "sst2": 90.0, "mrpc": 88.4, "qnli": 90.3, "qqp": 87.3, "mnli": 82.4, "imdb": 93.3,

@@ -50,9 +50,10 @@ def frontier(rows: Rows, where: str, prefix: str) -> list[Section]:
     return [
         Section(
             f"Error against cost{where}",
-            "‖y − y*‖ / ‖y*‖ of the output, nothing trained: to the left is cheaper, below is nearer. "
-            "The dotted line is the time of exact attention: what is right of it has no use. A model "
-            "trained with a method adapts to it; a converted one starts from these errors.",
+            "‖y − y*‖ / ‖y*‖ of the output, nothing trained: to the left is cheaper, below is "
+            "nearer. The dotted line is the time of exact attention: what is right of it has no "
+            "use. A model trained with a method adapts to it; a converted one starts from these "
+            "errors.",
             charts,
             [_table(cells)],
         )
@@ -129,9 +130,9 @@ def spectrum(rows: Rows, where: str, prefix: str) -> list[Section]:
         Section(
             f"Is attention of low rank?{where}",
             f"Singular values of the {first['length']} × {first['length']} attention matrices of "
-            f"{first['model']} on {first['text']}: the share of their sum that the largest have, as "
-            "in figure 1 of the Linformer paper. A matrix whose curve rises at once is nearly of low "
-            "rank. Random weights show how much of that is no achievement of training.",
+            f"{first['model']} on {first['text']}: the share of their sum that the largest have, "
+            "as in figure 1 of the Linformer paper. A matrix whose curve rises at once is nearly "
+            "of low rank. Random weights show how much of that is no achievement of training.",
             charts,
         )
     ]
@@ -163,8 +164,8 @@ def projection(rows: Rows, where: str, prefix: str) -> list[Section]:
     return [
         Section(
             f"What Linformer's E learns{where}",
-            f"E and F of {size} × {first['length']} fitted, layer by layer, so that Linformer gives "
-            f"exact attention's output for {first['model']} on {first['text']} "
+            f"E and F of {size} × {first['length']} fitted, layer by layer, so that Linformer "
+            f"gives exact attention's output for {first['model']} on {first['text']} "
             f"({first['steps']} steps of Adam). Entropy 1 is a row that looks everywhere alike; "
             "support is its exponential, in tokens; likeness is the largest cosine of a row with a "
             "mean of neighbours; the error is on text that was not fitted.",

@@ -81,8 +81,8 @@ def _error(rows: Rows) -> str:
             )
         if exact:
             return (
-                f"On {inputs} inputs of {chosen[-1]['length']:,} tokens nothing is faster than exact "
-                "attention."
+                f"On {inputs} inputs of {chosen[-1]['length']:,} tokens nothing is faster than "
+                "exact attention."
             )
     return ""
 

@@ -104,8 +104,8 @@ def _memory(rows: Rows, modes: list[str], where: str, prefix: str) -> Section:
         tables.append(_grid(rows, mode, measured, number, f"MB, {mode}"))
     return Section(
         f"Memory{where}",
-        "Peak memory that a call adds to what was there before, its results included: on a GPU that "
-        "of torch's allocator, on a CPU the growth of the process.",
+        "Peak memory that a call adds to what was there before, its results included: on a GPU "
+        "that of torch's allocator, on a CPU the growth of the process.",
         charts,
         tables,
     )
@@ -144,8 +144,8 @@ def _paper(rows: Rows, where: str) -> Section:
     return Section(
         f"The table of the Nyströmformer paper, today{where}",
         "MB and milliseconds of one forward pass of self-attention, a sequence. The paper timed a "
-        "GTX 1080 Ti against exact attention with its N × N weights in memory (eager); softmax here "
-        "is fused. Its memory counts the whole module, ours what a call adds.",
+        "GTX 1080 Ti against exact attention with its N × N weights in memory (eager); softmax "
+        "here is fused. Its memory counts the whole module, ours what a call adds.",
         tables=[Table(["tokens (MB / ms)", *columns], lines)],
     )
 

@@ -67,16 +67,16 @@ def _arena(rows: Rows, prefix: str) -> list[Section]:
         values = [median(found[t]) for t in published.LRA_TASKS if t in found]
         mean = f"{sum(values) / len(values):.1f}" if len(values) == len(published.LRA_TASKS) else ""
         lines.append([name, "here", *(_cell(found.get(t)) for t in tasks), mean])
-    for (name, source), values in published.LRA.items():
-        known = dict(zip(published.LRA_TASKS, values, strict=True))
+    for (name, source), printed in published.LRA.items():
+        known = dict(zip(published.LRA_TASKS, printed, strict=True))
         cells = (f"{known[t]:.1f}" if t in known else "" for t in tasks)
-        lines.append([name, source, *cells, f"{sum(values) / len(values):.1f}"])
+        lines.append([name, source, *cells, f"{sum(printed) / len(printed):.1f}"])
     protocols = sorted({str(row["protocol"]) for row in rows if row.get("protocol")})
     return [
         Section(
             "Long Range Arena",
-            "Accuracy in percent, the median over seeds and its range; the average is over the five "
-            "tasks. Published rows are of full runs on the arena's own data."
+            "Accuracy in percent, the median over seeds and its range; the average is over the "
+            "five tasks. Published rows are of full runs on the arena's own data."
             + (f" Protocol of the rows here: {', '.join(protocols)}." if protocols else ""),
             _speed(rows, scores, prefix),
             [Table(["method", "source", *tasks, "average"], lines)],
