@@ -17,15 +17,17 @@ from rich.markup import escape
 from rich.table import Table
 
 import longspan
+from longspan import advice
 from longspan import demo as demonstration
 from longspan import doctor as diagnosis
 from longspan.bench.suite import Setting
 from longspan.bench.suite import run as run_groups
 from longspan.bench.suites import SUITES, default_device, plan
-from longspan.report import write_report
+from longspan.report import milliseconds, read_rows, write_report
 
 BAD_INPUT = 2
 _ROWS = Path("longspan-bench/rows.jsonl")
+_ADVICE = Path("longspan-bench/advice.jsonl")
 _FILES = f"Files of `longspan bench`, `demo` or `train`; by default {_ROWS}."
 _SUITES = "; ".join(f"{name}: {suite.summary}" for name, suite in SUITES.items())
 
@@ -138,6 +140,57 @@ def report(
         console.print(f"Left out: {problem}", markup=False, highlight=False, soft_wrap=True)
     for line in made:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def advise(
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")],
+    heads: Annotated[int, typer.Option(min=1)] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Channels of a head.")] = 64,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    train: Annotated[bool, typer.Option("--train", help="Forward and backward.")] = False,
+    model: Annotated[str | None, typer.Option(help="Encoder to take errors from.")] = None,
+    text: Annotated[str | None, typer.Option(help="File that encoder reads.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, …; by default a GPU where torch sees one.")
+    ] = None,
+    rows: Annotated[
+        list[Path] | None, typer.Option(help="Answer from these rows; nothing is measured.")
+    ] = None,
+    output: Annotated[Path, typer.Option("-o", "--output", help="File of the rows.")] = _ADVICE,
+) -> None:
+    """Say which method pays at a length, from which length on, and at what error."""
+    console = Console()
+    question = advice.Question(length, heads, head_dim, dtype, train)
+    setting = Setting(device or default_device(), model=model, text=text)
+    tell = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    with _user_input():
+        if rows:
+            answer = advice.advise(question, read_rows(rows)[0])
+        elif setting.cuda and "cuda:0" not in diagnosis.devices():
+            tell(advice.from_table(question, setting.device))
+            return
+        else:
+            found = advice.measured(question, setting, output, command=_command(), say=tell)
+            answer = advice.advise(question, found)
+    console.print(_advice_table(answer))
+    tell(answer.sentence)
+    tell(f"In code: {answer.call}")
+
+
+def _advice_table(answer: advice.Advice) -> Table:
+    table = Table()
+    for column in ("method", "ms a sequence", "× as fast as exact", "faster from", "error"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for option in answer.options:
+        table.add_row(
+            option.name,
+            f"{'≈ ' * option.extrapolated}{milliseconds(option.seconds)}",
+            f"{option.ratio:.2f}",
+            str(option.crossover or "–"),
+            "–" if option.error is None else f"{option.error:.0%}",
+        )
+    return table
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ means of segments and with Gaussian matrices: what it learns is in the suite `sp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,8 +28,11 @@ from longspan.bench.suite import Call, Entry, Group, Setting
 HEADS, HEAD_DIM = 8, 64
 
 
-def contenders(tokens: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(family, method, options): a family is a line of the chart."""
+Contender = tuple[str, str, dict[str, Any]]  # family (a line of the chart), method, options
+
+
+def contenders(tokens: int) -> Iterator[Contender]:
+    """The options that make a method dearer and nearer, one after the other."""
     yield "softmax", "softmax", {}
     for num_hashes in (8, 16, 32, 64, 128):
         yield "yoso", "yoso", {"num_hashes": num_hashes, "hash_bits": 8}
@@ -55,25 +58,32 @@ def groups(setting: Setting) -> Iterator[Group]:
     usual = (4096,) if setting.cuda else (1024,) if setting.quick else (2048,)
     for length in setting.lengths or usual:
         for inputs in ("spread", "clustered"):
-            shape = (1, HEADS, length, HEAD_DIM)
-            yield _group(inputs, partial(_drawn, shape, inputs, setting), shape, setting, {})
+            yield group(inputs, setting, (1, HEADS, length, HEAD_DIM))
     if setting.model is not None:
-        q = _real(setting)[0]
-        about = real.names(setting.model, setting.text)
-        yield _group("real", partial(_real, setting), tuple(q.shape), setting, about)
+        yield group("real", setting)
 
 
-def _group(
+def group(
     inputs: str,
-    draw: Callable[[], list[Tensor]],
-    shape: tuple[int, ...],
     setting: Setting,
-    about: Mapping[str, Any],
+    shape: tuple[int, ...] = (),
+    chosen: Iterable[Contender] | None = None,
 ) -> Group:
+    """The errors and costs of what is `chosen`, all `contenders` by default.
+
+    "real" inputs are those of the setting's model and have its shape, (layers · stretches, H, N, D).
+    """
+    about: Mapping[str, Any] = {}
+    if inputs == "real":
+        assert setting.model is not None
+        draw = partial(_real, setting)
+        shape, about = tuple(draw()[0].shape), real.names(setting.model, setting.text)
+    else:
+        draw = partial(_drawn, shape, inputs, setting)
     batch, heads, length, head_dim = shape
     sizes = {"batch": batch, "heads": heads, "length": length, "head_dim": head_dim}
     entries = []
-    for family, method, options in contenders(length):
+    for family, method, options in contenders(length) if chosen is None else chosen:
         row = {
             "kind": "error",
             "mode": "forward",

@@ -28,7 +28,7 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "yoso-32": ("yoso", {"num_hashes": 32, "hash_bits": 8}),
     "yoso-16": ("yoso", {"num_hashes": 16, "hash_bits": 8}),
     "yoso_expectation": ("yoso_expectation", {"hash_bits": 8}),
-    "reformer": ("reformer", {}),
+    "reformer": ("reformer", {"num_hashes": 2}),
     "strided": ("strided", {}),
 }
 

@@ -130,6 +130,7 @@ def run(
     path: str | os.PathLike[str],
     setting: Setting,
     *,
+    limits: Limits | None = None,
     fresh: bool = False,
     command: str = "",
     say: Callable[[str], object] = print,
@@ -139,7 +140,7 @@ def run(
     What would take longer than its limits at a length is left out there and beyond, with a
     "stopped" row that says so; so is what does not fit into memory.
     """
-    limits, history = Limits.of(setting), History()
+    limits, history = limits or Limits.of(setting), History()
     known = {} if fresh else _known(path)
     todo: list[tuple[str, Group, list[Entry]]] = []
     for suite, group in groups:
