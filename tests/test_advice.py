@@ -32,7 +32,7 @@ def rows(crossing=1500.0):
         *timing("softmax", exact),
         *timing("nystrom-64", {n: 1e-8 * crossing * n for n in LENGTHS}),
         *timing("nystrom-32", {n: 0.5e-8 * crossing * n for n in LENGTHS}),
-        *timing("softmax", {n: 9.0 for n in LENGTHS}, mode="forward+backward"),
+        *timing("softmax", dict.fromkeys(LENGTHS, 9.0), mode="forward+backward"),
         error("nystrom", {"num_landmarks": 64}, 0.4),
         error("nystrom", {"num_landmarks": 32}, 0.5),
         error("nystrom", {"num_landmarks": 64}, 0.9, inputs="clustered"),
@@ -42,9 +42,9 @@ def rows(crossing=1500.0):
 def test_the_nearest_that_pays_is_named_with_its_crossover_and_error():
     answer = advise(Question(4096), rows())
     assert answer.sentence.startswith(
-        "At 4,096 tokens (inference, 8 heads of 64, float32, A CPU, 2 cores) nystrom-64 pays: it is "
-        "2.7× as fast as exact attention, faster from about 1,500 tokens on, with an error of 40% "
-        "on real inputs before any training; the fastest, nystrom-32, is 5.5× as fast"
+        "At 4,096 tokens (inference, 8 heads of 64, float32, A CPU, 2 cores) nystrom-64 pays: it "
+        "is 2.7× as fast as exact attention, faster from about 1,500 tokens on, with an error of "
+        "40% on real inputs before any training; the fastest, nystrom-32, is 5.5× as fast"
     )
     assert answer.call == (
         'longspan.attention(q, k, v, method="auto", approximate="nystrom", num_landmarks=64, '

@@ -310,7 +310,7 @@ def test_in_a_browser_at_the_width_of_a_phone_all_is_legible(tab, page):
     """Nothing is wider than the screen but tables, which scroll; text has at least 12 pixels."""
     tab.open(page, 390, 844, phone=True)
     assert tab.run("document.documentElement.scrollWidth") <= 390
-    small = """[...document.querySelectorAll('p, li, td, th, button, figcaption, dd, code, .chart text')]
+    small = """[...document.querySelectorAll('p, li, td, th, button, figcaption, dd, code, text')]
       .filter(e => e.textContent.trim() && e.getClientRects().length
         && parseFloat(getComputedStyle(e).fontSize) < 12).map(e => e.textContent)"""
     assert tab.run(small) == []

@@ -1,4 +1,4 @@
-"""Which method `attention(method="auto")` takes: exact, unless the user allows another and it pays."""
+"""Which method `attention(method="auto")` takes: exact, unless another is allowed and pays."""
 
 import torch
 from torch import Tensor

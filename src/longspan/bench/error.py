@@ -71,7 +71,7 @@ def group(
 ) -> Group:
     """The errors and costs of what is `chosen`, all `contenders` by default.
 
-    "real" inputs are those of the setting's model and have its shape, (layers · stretches, H, N, D).
+    "real" inputs are those of the setting's model: (layers · stretches, H, N, D).
     """
     about: Mapping[str, Any] = {}
     if inputs == "real":
