@@ -40,9 +40,9 @@ def test_when_time_runs_out_the_slowest_goes_first_and_what_is_kept_last():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_peak_memory_of_a_call_on_a_cpu():
-    """64 MiB that are written to and let go; a few pages of the interpreter may come along."""
+    """64 MiB that are written to and let go. Linux counts pages in batches, the interpreter adds."""
     peak = peak_bytes(lambda: torch.ones(1 << 24).sum(), "cpu")
-    assert 64 << 20 <= peak < 68 << 20
+    assert 62 << 20 <= peak < 68 << 20
     assert peak_bytes(lambda: None, "cpu") < 2 << 20
 
 
@@ -104,6 +104,12 @@ def test_a_run_goes_on_where_it_stopped(fast, path):
     assert suite.run([("length", part)], path, setting, fresh=True, say=said.append) == 2
     other = Setting(lengths=(32,), seed=1)
     assert suite.run([("length", part)], path, other, say=said.append) == 2
+
+
+def test_some_names_alone_and_exact_attention(fast, path):
+    run_suites(["length"], path, Setting(lengths=(32,)), only=["nystrom", "linf"], say=str)
+    names = {row["name"] for row in records.read(path)}
+    assert names == {"softmax", "nystrom-64", "nystrom-32", "linformer-256"}
 
 
 def test_rows_of_another_machine_do_not_count(fast, path, monkeypatch):

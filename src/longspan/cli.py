@@ -99,6 +99,9 @@ def bench(
     length: Annotated[
         list[int] | None, typer.Option(help="Only this many tokens; repeat for more.")
     ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only names that begin so, and softmax.")
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Encoder whose queries and keys are looked at.")
     ] = None,
@@ -115,7 +118,9 @@ def bench(
         groups = plan(suites, setting)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     try:
-        run_groups(groups, output, setting, fresh=fresh, command=_command(), say=say)
+        run_groups(
+            groups, output, setting, only=only or (), fresh=fresh, command=_command(), say=say
+        )
     except KeyboardInterrupt:
         console.print("Stopped by Ctrl-C: rows so far are kept; the same command goes on.")
         raise typer.Exit(demonstration.INTERRUPTED) from None

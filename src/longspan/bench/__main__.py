@@ -20,6 +20,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default=default_device())
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--length", type=int, action="append", default=[])
+    parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--model")
     parser.add_argument("--text")
     parser.add_argument("--fresh", action="store_true")
@@ -32,6 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
         plan(given.suites, setting),
         given.output,
         setting,
+        only=given.only,
         fresh=given.fresh,
         command=shlex.join(["python", "-m", "longspan.bench", *words]),
         say=functools.partial(print, flush=True),

@@ -15,6 +15,7 @@ from torch import Tensor
 import longspan
 from longspan.attention import checks
 from longspan.attention.methods import find
+from longspan.bench.baselines import BASELINES
 
 MODES = ("forward", "forward+backward")
 PROJECTED_LENGTH = 256
@@ -25,15 +26,6 @@ INPUTS = {
     "one-vector": "all queries and keys of a head are the same",
 }
 CENTRES, NOISE = 32, 0.35
-
-
-def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Exact attention with its N × N weights in memory, as the papers timed it."""
-    return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
-
-
-# What is timed beside the methods and is none: by the name that rows have as their method.
-BASELINES: dict[str, Callable[..., Tensor]] = {"eager": eager}
 
 
 @dataclass(frozen=True)
@@ -87,11 +79,12 @@ class Case:
 
         if not training:
             return forward
+        frozen = self.method in BASELINES  # of which some leave their projections alone
         gradient = torch.ones_like(v)  # of the output, which has the shape of v here
 
         def forward_backward() -> object:
             output = attend(q, k, v, **options)
-            return torch.autograd.grad(output, inputs, gradient)
+            return torch.autograd.grad(output, inputs, gradient, allow_unused=frozen)
 
         return forward_backward
 

@@ -66,16 +66,17 @@ def group(
     )
     series = f"{mode}, {heads} heads of {head_dim}, {shape['dtype']}"
     entries = [
-        _entry(name, Case(method, options=options, **shape), mode, setting.seed)
+        entry(name, Case(method, options=options, **shape), mode, setting.seed)
         for name, (method, options) in names.items()
     ]
     title = f"{length:,} tokens, batch {shape['batch']}, {series}"
     return Group(title, entries, series, length, shape["batch"])
 
 
-def _entry(name: str, case: Case, mode: str, seed: int) -> Entry:
+def entry(name: str, case: Case, mode: str, seed: int) -> Entry:
+    """One case in one mode; eager ones say how much memory their N × N weights will take."""
     needs = 0
-    if case.method == "eager":
+    if "eager" in case.method:
         size = getattr(torch, case.dtype).itemsize
         needs = 4 * case.batch * case.heads * case.length**2 * size
     build = partial(case.build, mode, seed)

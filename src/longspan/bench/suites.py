@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from longspan.attention import checks
-from longspan.bench import error, length, linformer, model, spectrum
+from longspan.bench import cpu, error, length, linformer, model, spectrum
 from longspan.bench.suite import Group, Setting
 
 
@@ -25,6 +25,7 @@ SUITES: dict[str, Suite] = {
     "linformer": Suite("Linformer's grid of length and projected length", linformer.groups),
     "model": Suite("a whole encoder's inference and training step", model.groups),
     "error": Suite("error against cost, on random and real inputs", error.groups),
+    "cpu": Suite("every implementation on this CPU", cpu.groups),
     "spectrum": Suite("singular values of a model's attention, learned E", spectrum.groups),
 }
 
