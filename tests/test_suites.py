@@ -2,12 +2,25 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from longspan import records
-from longspan.bench import MODES, affordable, length, linformer, model, peak_bytes, predict, suite
+from longspan.bench import (
+    MODES,
+    affordable,
+    error,
+    length,
+    linformer,
+    model,
+    peak_bytes,
+    predict,
+    real,
+    spectrum,
+    suite,
+)
 from longspan.bench.__main__ import main
 from longspan.bench.suite import Entry, Group, Limits, Setting
 from longspan.bench.suites import SUITES, plan
@@ -40,7 +53,7 @@ def test_when_time_runs_out_the_slowest_goes_first_and_what_is_kept_last():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_peak_memory_of_a_call_on_a_cpu():
-    """64 MiB that are written to and let go. Linux counts pages in batches, the interpreter adds."""
+    """64 MiB that are written to and let go. Linux counts pages in batches."""
     peak = peak_bytes(lambda: torch.ones(1 << 24).sum(), "cpu")
     assert 62 << 20 <= peak < 68 << 20
     assert peak_bytes(lambda: None, "cpu") < 2 << 20
@@ -206,6 +219,120 @@ def test_a_training_step_changes_the_weights(monkeypatch):
     before = network.layers[0].up.weight.detach().clone()
     step()
     assert not torch.equal(before, network.layers[0].up.weight)
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    """A tiny BERT of 64 positions, and a text long enough for it to read."""
+    transformers = pytest.importorskip("transformers", reason="needs longspan[huggingface]")
+    import zoo
+
+    folder = tmp_path_factory.mktemp("reader")
+    config = transformers.BertConfig(**zoo.SMALL | {"max_position_embeddings": 64})
+    zoo.checkpoint(folder, transformers.BertModel, config)
+    generator = torch.Generator().manual_seed(0)
+    words = ("paris", "france", "is", "the", "of", "a")
+    drawn = torch.randint(len(words), (64 * 40,), generator=generator).tolist()
+    (folder / "text.txt").write_text(" ".join(words[i] for i in drawn))
+    return Setting(model=str(folder), text=str(folder / "text.txt"), quick=True)
+
+
+def test_real_inputs_are_what_the_layers_get(reader):
+    """Attention of what was recorded, layer by layer, is what the model computes."""
+    found = real.layers(reader)
+    assert len(found) == 2
+    q, k, v = found[0]
+    assert q.shape == k.shape == v.shape == (real.WINDOWS, 4, 64, q.shape[-1])
+    assert real.layers(reader)[0][0] is q  # read once
+    control = real.layers(reader, "random")
+    assert control[0][0].shape == q.shape
+    assert not torch.equal(control[0][0], q)
+
+
+def test_a_text_that_is_too_short_says_so(reader, tmp_path):
+    (tmp_path / "short.txt").write_text("paris is the")
+    with pytest.raises(ValueError, match="text must have at least 64 tokens, got 3"):
+        real.layers(replace(reader, text=str(tmp_path / "short.txt")))
+
+
+def test_rows_name_model_and_text_without_folders(reader):
+    names = real.names(reader.model, reader.text)
+    assert names["text"] == "text.txt"
+    assert names["model"].count("/") == 1
+    assert real.names("owner/name", None) == {"model": "owner/name", "text": "longspan's source"}
+
+
+def test_error_rows_follow_theory(fast, path, reader):
+    """More hashes and more landmarks come nearer; yoso's error falls as 1/√num_hashes."""
+    run_suites(["error"], path, replace(reader, lengths=(128,)), say=str)
+    rows = records.read(path)
+    assert {row["inputs"] for row in rows} == {"spread", "clustered", "real"}
+    found = {(row["inputs"], row["name"]): row for row in rows}
+    for inputs in ("clustered", "real"):
+        exact = found[inputs, "softmax"]
+        assert exact["error_limit"] < 1e-5
+        few = found[inputs, "yoso num_hashes=8 hash_bits=8"]["error_limit"]
+        many = found[inputs, "yoso num_hashes=128 hash_bits=8"]["error_limit"]
+        # A quarter, in the limit: while errors are large, the norm of the output bends the law.
+        assert many < 0.5 * few
+        expectation = found[inputs, "yoso_expectation hash_bits=8"]
+        assert expectation["error_limit"] < 1e-5
+        assert expectation["error_softmax"] > 0.01
+    real_row = found["real", "softmax"]
+    assert real_row["batch"] == 2  # a stretch in each of two layers
+    assert real_row["text"] == "text.txt"
+    assert all(row["seconds"] > 0 for row in rows)
+
+
+def test_without_a_model_there_are_no_real_rows():
+    titles = [group.title for group in error.groups(Setting(quick=True))]
+    assert [title.split()[0] for title in titles] == ["spread", "clustered"]
+
+
+def test_spectrum_rows_hold_curves_a_control_and_what_e_learned(fast, path, reader):
+    run_suites(["spectrum"], path, reader, say=str)
+    rows = records.read(path)
+    spectra = [row for row in rows if row["kind"] == "spectrum"]
+    assert {(row["weights"], row["layer"]) for row in spectra} == {
+        (w, n) for w in ("trained", "random") for n in (0, 1)
+    }
+    for row in spectra:
+        assert len(row["cumulative"]) == len(row["at_quarter"]) == row["heads"] == 4
+        assert row["places"][0] == 1
+        assert row["places"][-1] == row["length"] == 64
+        for curve in row["cumulative"]:
+            assert curve == sorted(curve)
+            assert curve[-1] == pytest.approx(1, abs=1e-3)
+    learned = [row for row in rows if row["kind"] == "projection"]
+    assert [row["layer"] for row in learned] == [0, 1]
+    for row in learned:
+        assert row["error_after"] < row["error_before"]
+        assert row["options"] == {"projected_length": 16}
+
+
+def test_spectrum_needs_a_model(path):
+    with pytest.raises(ValueError, match="model must be named for the suite spectrum"):
+        run_suites(["spectrum"], path, Setting())
+
+
+def test_singular_values_of_known_matrices():
+    """Equal keys give a matrix of rank one; far-apart ones the identity, all values equal."""
+    q = torch.randn(1, 1, 32, 64)
+    assert spectrum.cumulative(q, q[:, :, :1].expand_as(q))[0, 0] == pytest.approx(1, abs=1e-4)
+    eye = 100 * torch.eye(32, 64)[None, None]
+    shares = spectrum.cumulative(eye, eye)[0]
+    torch.testing.assert_close(shares, torch.arange(1, 33) / 32.0)
+
+
+def test_a_mean_of_neighbours_is_recognised():
+    means = torch.block_diag(*(torch.ones(1, 8) for _ in range(4)))
+    look = spectrum.describe(means)
+    assert look["likeness"] == pytest.approx(1)
+    assert look["support"] == pytest.approx(8)
+    assert look["entropy"] == pytest.approx(3 / 5)  # log 8 / log 32
+    noise = spectrum.describe(torch.randn(64, 512))
+    assert noise["likeness"] < 0.5
+    assert noise["support"] > 300
 
 
 def test_every_suite_has_groups_and_a_summary():

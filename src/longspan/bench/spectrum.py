@@ -4,10 +4,10 @@ A row of kind "spectrum" holds, for one layer of a model, the share of the sum o
 the N × N attention matrices that the largest j of them have (Σ_{i≤j} σ_i / Σ σ_i, as in figure 1 of
 the Linformer paper), by head, averaged over stretches of text; "random" weights are the control.
 
-A row of kind "projection" describes Linformer's E for the keys of one layer, before and after it
-was fitted to give exact attention's output on that layer's own queries, keys and values: the
-entropy of its rows, over how many tokens they spread, and how much they look like averaging.
-"""
+A row of kind "projection" describes Linformer's E (for keys) and F (for values) of one layer,
+before and after they were fitted to give exact attention's output on that layer's own queries, keys
+and values: the entropy of rows, over how many tokens they spread, how much they look like
+averaging."""
 
 from __future__ import annotations
 
@@ -90,21 +90,23 @@ def _projection(
 ) -> dict[str, Any]:
     inputs = real.layers(setting)[layer]
     steps = STEPS // 8 if setting.quick else STEPS
-    before, after, errors = fit(inputs, projected, steps, setting.seed)
+    before, (e, f), errors = fit(inputs, projected, steps, setting.seed)
     return {
         "steps": steps,
         "error_before": errors[0],
         "error_after": errors[1],
         "untrained": describe(before),
-        "trained": describe(after),
-        "picture": _picture(after),
+        "trained": describe(e),
+        "trained_values": describe(f),
+        "picture": _picture(e),
+        "picture_values": _picture(f),
     }
 
 
 def fit(
     inputs: tuple[Tensor, Tensor, Tensor], projected: int, steps: int, seed: int
-) -> tuple[Tensor, Tensor, tuple[float, float]]:
-    """Learn E and F for one layer: E before, E after, and the error on stretches held out.
+) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[float, float]]:
+    """Learn E and F for one layer: E before, both after, and the error on stretches held out.
 
     All but the last quarter of the batch is learned from, BATCH at a time, with Adam on the
     relative squared error.
@@ -132,11 +134,11 @@ def fit(
         optimizer.step()
     with torch.no_grad():
         last = math.sqrt(float(error(slice(-held, None))))
-    return before, e.detach(), (first, last)
+    return before, (e.detach(), f.detach()), (first, last)
 
 
 def describe(e: Tensor) -> dict[str, float]:
-    """Entropy (share of log N), support (tokens) and likeness to a mean of neighbours, of E's rows.
+    """Entropy (share of log N), support (tokens) and likeness to a mean of neighbours, of rows.
 
     Entropy is that of |E| scaled to sum one; its exponential is the support. Likeness is the
     largest cosine of a row with a mean of N/k neighbouring tokens, wherever they are: 1 for such a

@@ -145,22 +145,24 @@ def projection(rows: Rows, where: str, prefix: str) -> list[Section]:
         return []
     lines = []
     for layer, row in sorted(last.items()):
-        before, after = row["untrained"], row["trained"]
-        lines.append(
-            [
-                f"layer {layer}",
-                *(f"{before[k]:{f}} → {after[k]:{f}}" for k, f in _DESCRIBED.items()),
-                f"{row['error_before']:.0%} → {row['error_after']:.0%}",
-            ]
-        )
+        learned = f"{row['error_before']:.0%} → {row['error_after']:.0%}"
+        for name, field in (("before", "untrained"), ("E after", "trained"), ("F after", _VALUES)):
+            if field in row:
+                numbers = (f"{row[field][key]:{f}}" for key, f in _DESCRIBED.items())
+                lines.append([f"layer {layer}, {name}", *numbers, learned * (name == "before")])
     first = next(iter(last.values()))
     size = first["options"]["projected_length"]
     charts = [
-        Chart(f"{prefix}projection-{layer}", _rows_of_e(row), f"|E|, layer {layer}.")
+        Chart(
+            f"{prefix}projection-{name.lower()}-{layer}",
+            heat_map(row[field], "tokens, coarse", "rows, by place", low=0),
+            f"|{name}|, layer {layer}.",
+        )
         for layer, row in sorted(last.items())
-        if layer in (min(last), max(last))
+        for name, field in (("E", "picture"), ("F", "picture_values"))
+        if layer in (min(last), max(last)) and field in row
     ]
-    head = ["before → after", "entropy / log N", "support (tokens)", "likeness to a mean", "error"]
+    head = ["", "entropy / log N", "support (tokens)", "likeness to a mean", "error"]
     return [
         Section(
             f"What Linformer's E learns{where}",
@@ -175,11 +177,8 @@ def projection(rows: Rows, where: str, prefix: str) -> list[Section]:
     ]
 
 
+_VALUES = "trained_values"
 _DESCRIBED = {"entropy": ".2f", "support": ".0f", "likeness": ".2f"}
-
-
-def _rows_of_e(row: Mapping[str, Any]) -> dict[str, Any]:
-    return heat_map(row["picture"], "tokens, coarse", "rows of E, by place", low=0)
 
 
 def _shade(share: float) -> str:
