@@ -7,6 +7,7 @@ import pytest
 
 from longspan.report import Crossover, crossover, exact_seconds, milliseconds, times, write_page
 from longspan.report.charts import accuracy_chart, main_setting, style, time_chart
+from longspan.report.crossover import crossovers
 from longspan.report.page import content
 from longspan.report.summary import summary
 
@@ -227,3 +228,20 @@ def test_crossover_is_plain_data():
     assert crossover(quadratic(), linear(1024)) == Crossover(
         1024.0, 1e-8 * 1024**2, False, 512, 8192
     )
+
+
+def test_crossovers_are_those_of_default_settings_by_mode_and_device():
+    made = []
+    for name, crossing in (("nystrom-64", 1531), ("nystrom-32", 300), ("window-257", 300)):
+        for n, t in linear(crossing).items():
+            made.append((name, n, t))
+    made += [("softmax", n, t) for n, t in quadratic().items()]
+    made += [("strided", n, 9.0) for n in LENGTHS]
+    shape = {"kind": "timing", "suite": "length", "mode": "forward", "device": "cuda:0"}
+    found = [{**shape, "name": m, "method": m, "length": n, "seconds": t} for m, n, t in made]
+    assert crossovers(found, "cuda") == {
+        "forward": {"nystrom": 1500, "window": 512, "strided": None},
+        "forward+backward": {},
+    }
+    assert crossovers(found, "cpu") == {"forward": {}, "forward+backward": {}}
+    assert crossovers([{**row, "suite": "cpu"} for row in found], "cuda")["forward"] == {}

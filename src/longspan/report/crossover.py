@@ -56,6 +56,42 @@ def crossover(exact: Mapping[int, float], other: Mapping[int, float]) -> Crossov
     return Crossover(length, seconds, length > max(exact), first, last)
 
 
+def crossovers(rows: Iterable[Mapping[str, Any]], device: str) -> dict[str, dict[str, int | None]]:
+    """By mode and method, from how many tokens on it is faster than exact attention; None: never.
+
+    Of the rows of the suite `length` on a kind of device, those of the methods' default settings;
+    two digits, and the shortest measured length where it is faster from there on.
+    """
+    chosen = [row for row in rows if row.get("suite") == "length" and _device(row) == device]
+    found: dict[str, dict[str, int | None]] = {}
+    for mode in ("forward", "forward+backward"):
+        seconds = times(chosen, mode)
+        exact = seconds.get("softmax", {})
+        found[mode] = {}
+        for name, measured in seconds.items():
+            method = DEFAULTS.get(name)
+            point = crossover(exact, measured) if method else None
+            if method and point:
+                found[mode][method] = None if point.length is None else _round(point.length)
+    return found
+
+
+# Of the names in the suite `length`, those that have a method's default options.
+DEFAULTS = {
+    "linformer-256": "linformer",
+    "window-257": "window",
+    "nystrom-64": "nystrom",
+    "yoso-32": "yoso",
+    "yoso_expectation": "yoso_expectation",
+    "reformer": "reformer",
+    "strided": "strided",
+}
+
+
+def _device(row: Mapping[str, Any]) -> str:
+    return str(row.get("device", "cpu")).partition(":")[0]
+
+
 def exact_seconds(exact: Mapping[int, float], length: int) -> float:
     """Time of exact attention: measured, or continued quadratically beyond its last length."""
     if length in exact:
@@ -88,6 +124,8 @@ def label(row: Mapping[str, Any]) -> str:
 
 
 def _round(length: float) -> int:
-    """Two significant digits: the measurement does not carry more."""
+    """Two significant digits: the measurement does not carry more. Powers of two stay."""
+    if length == int(length) and int(length) & (int(length) - 1) == 0:
+        return int(length)
     unit = 10 ** max(0, math.floor(math.log10(length)) - 1)
     return round(length / unit) * unit
