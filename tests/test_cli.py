@@ -135,7 +135,7 @@ def test_bench_then_report(invoke, tmp_path, monkeypatch):
         file.write('{"kind": "timing"}\n')
     result = invoke("report", "--no-pictures")
     assert result.exit_code == 0, result.output
-    assert "Left out: rows.jsonl: 1 rows left out: mode of a timing row" in result.output
+    assert "Left out: rows.jsonl: 1 row left out: mode must be of type str" in result.output
     assert "At 32 tokens one forward pass" in result.output
     assert (tmp_path / "longspan-bench" / "index.html").stat().st_size > 1_000_000
 

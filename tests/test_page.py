@@ -208,9 +208,9 @@ def test_broken_rows_are_named_and_skipped(files, tmp_path):
     found, problems = read_rows([files, other, empty, tmp_path / "missing.jsonl"])
     assert found == rows()
     for text in (
-        "bad.jsonl: 1 rows left out: seconds of a timing row must be a number, got '1'",
-        "seconds of a timing row must be positive, got -1",
-        "method of a error row must be of type str, got None",
+        "bad.jsonl: 1 row left out: seconds must be a number in a row of kind timing, got '1'",
+        "seconds must be positive in a row of kind timing, got -1",
+        "method must be of type str in a row of kind error, got None",
         "got 'unheard of'",
         "suite yoso-gpu: python -m longspan.report.gpu draws them",
         "bad.jsonl, line 6: not a JSON object",

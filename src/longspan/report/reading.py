@@ -73,7 +73,10 @@ def read(
                 reasons[reason] += 1
             else:
                 rows.append(row)
-        problems += [f"{name}: {count} rows left out: {why}" for why, count in reasons.items()]
+        problems += [
+            f"{name}: {count} row{'s' * (count > 1)} left out: {why}"
+            for why, count in reasons.items()
+        ]
     return rows, problems
 
 
@@ -88,11 +91,11 @@ def why_not(row: Mapping[str, Any]) -> str:
         value = row.get(name)
         if isinstance(value, bool) or not isinstance(value, wanted):
             word = "a number" if wanted is _NUMBER else f"of type {wanted.__name__}"
-            return f"{name} of a {kind} row must be {word}, got {value!r}"
+            return f"{name} must be {word} in a row of kind {kind}, got {value!r}"
         if name in ("seconds", "length") and not value > 0:
-            return f"{name} of a {kind} row must be positive, got {value!r}"
+            return f"{name} must be positive in a row of kind {kind}, got {value!r}"
     if suite == "model" and not (
         isinstance(row.get("layers"), int) and isinstance(row.get("width"), int)
     ):
-        return "layers and width of a model row must be given"
+        return "layers and width must be integers in a row of the suite model"
     return ""
