@@ -108,7 +108,7 @@ def held_to_the_reference(
         leaves = [x.to(wide).detach().clone().requires_grad_() for x in given]
         more = dict(zip(learned, leaves[3:], strict=True))
         y = attend(*leaves[:3], impl=impl, **more, **options)
-        results.append([y, *torch.autograd.grad(y, leaves, g.to(wide))])
+        results.append([y.detach(), *torch.autograd.grad(y, leaves, g.to(wide))])
     names = "y", "dq", "dk", "dv", *learned
     exact = dict(zip(names, results[2], strict=True))
     for name, kernel, plain in zip(names, *results[:2], strict=True):

@@ -41,9 +41,8 @@ q, k, v = (torch.randn(batch, batch, tokens, channels).to(dtype) for _ in range(
 mask = torch.ones(batch, tokens, dtype=torch.bool) if batch > 1 else None
 if method == "yoso_expectation":
     from longspan.attention.yoso import expectation_triton as verbs
-    inverse = verbs.inverse_norms(k)
-    y, *norms = verbs.sum_values(q, k, v, inverse, 8, True)
-    verbs.gradients(v, q, k, v, y, *norms, inverse, 8, True, True, "ieee")
+    y, inverse = verbs.sum_values(verbs.unit_rows(q), verbs.unit_rows(k), v, 8, True)
+    verbs.gradients(v, q, k, v, y, inverse, 8, True, True, "ieee")
 elif method == "nystrom":
     from longspan.attention.nystrom import kernels
     for original in (False, True):

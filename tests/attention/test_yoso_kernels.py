@@ -15,6 +15,9 @@ CPU = torch.device("cpu")
 
 
 SOURCES = [
+    (verbs.HASH, dict(D=64, BITS=8, X="BF16", PLANES=1)),
+    (verbs.HASH, dict(D=128, BITS=11, X="F16", PLANES=2)),
+    (verbs.HASH, dict(D=256, BITS=16, X="F32", PLANES=2)),
     (verbs.CODES, dict(BITS=8)),
     (verbs.CODES, dict(BITS=16)),
     (verbs.TABLES, dict(D=64, BITS=8, X="BF16", TABLE="BF16", INDEX="uint16_t")),
@@ -75,23 +78,40 @@ def device():
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize(("channels", "hash_bits"), [(16, 8), (24, 3), (40, 11)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.gpu
+@pytest.mark.parametrize("both", [False, True], ids=["forward", "both-passes"])
 @pytest.mark.parametrize("hashing", ["gaussian", "hadamard"])
-def test_codes_are_those_of_the_reference(triton, device, channels, hash_bits, dtype, hashing):
-    x, _, _ = qkv(queries=37, channels=channels, dtype=dtype, device=device)
-    planes = projections(hashing, 7, 3, channels, 5, hash_bits, torch.device(device))
-    tiles = verbs.plane_tiles(planes)
-    if device == "cpu":  # Triton's interpreter has no bfloat16
-        tiles = tiles.float().sum(1, keepdim=True)
-    other = torch.randn_like(x)
-    # Bits may differ where a projection is within rounding of zero: here, nowhere.
-    for pair in ((x, other), (x, other[:, :, :20])):  # in one launch, and in two
-        for y, (by_token, by_hash) in zip(
-            pair, triton.hash_codes(*pair, tiles, hash_bits), strict=True
-        ):
-            assert torch.equal(by_hash.int(), hash_codes(unit(y.float()), planes))
-            assert torch.equal(by_token.int().mT, by_hash.int())
+@pytest.mark.parametrize(
+    ("channels", "num_hashes", "hash_bits", "dtype"),
+    [
+        (64, 32, 8, torch.bfloat16),
+        (16, 5, 8, torch.float32),
+        (24, 7, 3, torch.float16),
+        (40, 33, 11, torch.bfloat16),
+        (128, 18, 12, torch.float16),
+        (256, 6, 16, torch.float32),
+    ],
+)
+def test_codes_are_those_of_the_reference(channels, num_hashes, hash_bits, dtype, hashing, both):
+    device = torch.device("cuda")
+    sizes = dict(queries=301, keys=140, channels=channels)
+    q, k, _ = qkv(**sizes, dtype=dtype, device=device)
+    planes = projections(hashing, 7, 3, channels, num_hashes, hash_bits, device)
+    pieces = verbs.plane_pieces(planes)
+    if hashing == "gaussian":  # as bfloat16 holds them
+        made = verbs.gaussian_planes(7, 3, channels, num_hashes, hash_bits, device)
+        assert torch.equal(made, pieces[:, :1])
+        pieces = made
+    q_token, k_hash, *more = verbs.hash_codes(q, k, pieces, both=both)
+    assert len(more) == 2 * both
+    by_hash = [q_token.int().mT, k_hash.int()]
+    if both:
+        assert torch.equal(more[0].int(), by_hash[0])
+        assert torch.equal(more[1].int().mT, by_hash[1])
+    for x, codes in zip((q, k), by_hash, strict=True):
+        expected = hash_codes(x.double(), planes)
+        # Bits may differ where a projection is within rounding of zero: in a million, hardly one.
+        assert (codes != expected).double().mean() < 1e-4
 
 
 def lists(codes, buckets):
@@ -170,7 +190,7 @@ def test_at_most_twice_as_wrong_as_the_reference(case, masked, dtype):
     for impl, wide in (("fused", dtype), ("reference", dtype), ("reference", torch.float64)):
         leaves = [x.to(wide).detach().clone().requires_grad_() for x in (q, k, v)]
         y = longspan.yoso(*leaves, impl=impl, **options)
-        results.append([y, *torch.autograd.grad(y, leaves, g.to(wide))])
+        results.append([y.detach(), *torch.autograd.grad(y, leaves, g.to(wide))])
     # A query that met one key alone has g·v = 0 but for the rounding of g, which the reference does
     # not do: what dq and dk would be without that, τ/2 as large as dv, sets their floor.
     floor = torch.finfo(dtype).eps * options["hash_bits"] / 2 * results[2][3].norm()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.attention import dispatch
+from longspan.attention import dispatch, ops
 
 MAX_CHANNELS = 256
 
@@ -67,7 +67,7 @@ class _Fused(torch.autograd.Function):
         return *grads, *((de, df) if learned else (None, None)), None, None
 
 
-@torch.library.custom_op("longspan::linformer_forward", mutates_args=(), device_types="cuda")
+@ops.op
 def linformer_forward(
     q: Tensor,
     k: Tensor,
@@ -78,7 +78,7 @@ def linformer_forward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The output, E k, F v, and the log₂-sum-exp of the softmax."""
-    with torch.cuda.device(q.device):
+    with ops.on(q.device):
         return forward(q, k, v, e, f, key_mask, scale)
 
 
@@ -102,7 +102,7 @@ def forward(
     return y, short_k, short_v, lse
 
 
-@linformer_forward.register_fake
+@ops.fake(linformer_forward)
 def _(
     q: Tensor,
     k: Tensor,
@@ -121,7 +121,7 @@ def _(
     )
 
 
-@torch.library.custom_op("longspan::linformer_backward", mutates_args=(), device_types="cuda")
+@ops.op
 def linformer_backward(
     g: Tensor,
     q: Tensor,
@@ -138,11 +138,11 @@ def linformer_backward(
     learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and, where they are learned, of both projections."""
-    with torch.cuda.device(q.device):
+    with ops.on(q.device):
         return backward(g, q, k, v, e, f, key_mask, y, short_k, short_v, lse, scale, learned)
 
 
-@linformer_backward.register_fake
+@ops.fake(linformer_backward)
 def _(
     g: Tensor,
     q: Tensor,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.attention import dispatch
+from longspan.attention import dispatch, ops
 from longspan.attention.nystrom import reference
 
 MAX_CHANNELS = 256
@@ -124,7 +124,7 @@ def lengths(cut: list[Segments]) -> tuple[Tensor, Tensor] | None:
     return cut[0].bounds[2], cut[1].bounds[2]
 
 
-@torch.library.custom_op("longspan::nystrom_forward", mutates_args=(), device_types="cuda")
+@ops.op
 def nystrom_forward(
     q: Tensor,
     k: Tensor,
@@ -136,7 +136,7 @@ def nystrom_forward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The output; q̃, k̃, B v and W in float32; log₂-sum-exp of both softmaxes; norms of A."""
-    with torch.cuda.device(q.device):
+    with ops.on(q.device):
         return forward(q, k, v, key_mask, num_landmarks, num_iterations, original, scale)
 
 
@@ -174,7 +174,7 @@ def forward(
     return y, q_means, k_means, bv, w, f_lse, b_lse, norms
 
 
-@nystrom_forward.register_fake
+@ops.fake(nystrom_forward)
 def _(
     q: Tensor,
     k: Tensor,
@@ -205,7 +205,7 @@ def _(
     )
 
 
-@torch.library.custom_op("longspan::nystrom_backward", mutates_args=(), device_types="cuda")
+@ops.op
 def nystrom_backward(
     g: Tensor,
     q: Tensor,
@@ -226,11 +226,11 @@ def nystrom_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
     saved = q, k, v, key_mask, y, q_means, k_means, bv, w, f_lse, b_lse, norms
-    with torch.cuda.device(q.device):
+    with ops.on(q.device):
         return backward(g, *saved, num_iterations, original, scale)
 
 
-@nystrom_backward.register_fake
+@ops.fake(nystrom_backward)
 def _(
     g: Tensor,
     q: Tensor,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.attention import dispatch
+from longspan.attention import dispatch, ops
 
 MAX_CHANNELS = 256
 WIDEST = 1 << 24  # wider than any sequence: places stay within 32 bits
@@ -57,7 +57,7 @@ class _Fused(torch.autograd.Function):
         return *grads, None, None, None
 
 
-@torch.library.custom_op("longspan::window_forward", mutates_args=(), device_types="cuda")
+@ops.op
 def window_forward(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -65,13 +65,13 @@ def window_forward(
     from longspan.attention import tiles
     from longspan.attention.window import triton as verbs
 
-    with torch.cuda.device(q.device):
+    with ops.on(q.device):
         q, k, v = (tiles.rows(x) for x in (q, k, v))
         mask = None if key_mask is None else key_mask.contiguous()
         return verbs.attend(q, k, v, mask, window, scale)
 
 
-@window_forward.register_fake
+@ops.fake(window_forward)
 def _(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ def _(
     return v.new_empty((*shape, v.shape[3])), q.new_empty(shape, dtype=torch.float32)
 
 
-@torch.library.custom_op("longspan::window_backward", mutates_args=(), device_types="cuda")
+@ops.op
 def window_backward(
     g: Tensor,
     q: Tensor,
@@ -95,13 +95,13 @@ def window_backward(
     from longspan.attention import tiles
     from longspan.attention.window import triton as verbs
 
-    with torch.cuda.device(q.device):
+    with ops.on(q.device):
         g, q, k, v = (tiles.rows(x) for x in (g, q, k, v))
         mask = None if key_mask is None else key_mask.contiguous()
         return verbs.gradients(g.contiguous(), q, k, v, mask, y, lse, window, scale)
 
 
-@window_backward.register_fake
+@ops.fake(window_backward)
 def _(
     g: Tensor,
     q: Tensor,

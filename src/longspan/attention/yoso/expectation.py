@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.attention import dispatch
+from longspan.attention import dispatch, ops
 from longspan.attention.base import hide
 
 MAX_CHANNELS = 256
@@ -58,32 +58,26 @@ class _Fused(torch.autograd.Function):
         return *grads, None, None, None
 
 
-@torch.library.custom_op("longspan::yoso_expectation_forward", mutates_args=(), device_types="cuda")
+@ops.op
 def yoso_expectation_forward(
     q: Tensor, k: Tensor, v: Tensor, hash_bits: int, normalize: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The output; 1/norm of its rows, of q's and of k's."""
+) -> tuple[Tensor, Tensor]:
+    """The output, and 1/norm of its rows."""
     from longspan.attention import tiles
     from longspan.attention.yoso import expectation_triton as verbs
 
-    with torch.cuda.device(q.device):
+    with ops.on(q.device):
         q, k, v = (tiles.rows(x) for x in (q, k, v))
-        k_inverse = verbs.inverse_norms(k)
-        return *verbs.sum_values(q, k, v, k_inverse, hash_bits, normalize), k_inverse
+        return verbs.sum_values(verbs.unit_rows(q), verbs.unit_rows(k), v, hash_bits, normalize)
 
 
-@yoso_expectation_forward.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, hash_bits: int, normalize: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    norms = (x.new_empty(x.shape[:3], dtype=torch.float32) for x in (q, q, k))
-    y_inverse, q_inverse, k_inverse = norms
-    return v.new_empty((*q.shape[:3], v.shape[3])), y_inverse, q_inverse, k_inverse
+@ops.fake(yoso_expectation_forward)
+def _(q: Tensor, k: Tensor, v: Tensor, hash_bits: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    y = v.new_empty((*q.shape[:3], v.shape[3]))
+    return y, v.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op(
-    "longspan::yoso_expectation_backward", mutates_args=(), device_types="cuda"
-)
+@ops.op
 def yoso_expectation_backward(
     g: Tensor,
     q: Tensor,
@@ -91,8 +85,6 @@ def yoso_expectation_backward(
     v: Tensor,
     y: Tensor,
     y_inverse: Tensor,
-    q_inverse: Tensor,
-    k_inverse: Tensor,
     hash_bits: int,
     true: bool,
     normalize: bool,
@@ -104,18 +96,17 @@ def yoso_expectation_backward(
     dtype = v.dtype
     # float16 has not the range for gradients divided by norms.
     wide = torch.float32 if dtype == torch.float16 else dtype
-    with torch.cuda.device(q.device):
+    with ops.on(q.device):
         q, k, v = (tiles.rows(x.to(wide)) for x in (q, k, v))
         g, y = g.contiguous().to(wide), y.to(wide)
-        norms = y_inverse, q_inverse, k_inverse
         grads = verbs.gradients(
-            g, q, k, v, y, *norms, hash_bits, true, normalize, tiles.arithmetic(dtype)
+            g, q, k, v, y, y_inverse, hash_bits, true, normalize, tiles.arithmetic(dtype)
         )
     dq, dk, dv = (x.to(dtype) for x in grads)
     return dq, dk, dv
 
 
-@yoso_expectation_backward.register_fake
+@ops.fake(yoso_expectation_backward)
 def _(
     g: Tensor,
     q: Tensor,
@@ -123,8 +114,6 @@ def _(
     v: Tensor,
     y: Tensor,
     y_inverse: Tensor,
-    q_inverse: Tensor,
-    k_inverse: Tensor,
     hash_bits: int,
     true: bool,
     normalize: bool,

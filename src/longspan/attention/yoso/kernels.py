@@ -1,7 +1,6 @@
 """YOSO on NVIDIA GPUs: both passes as torch.library ops, made of `verbs`."""
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.attention import dispatch
+from longspan.attention import dispatch, ops
 from longspan.attention.random import Seed
 from longspan.attention.yoso import verbs
 from longspan.attention.yoso.hashing import projections
@@ -117,13 +116,7 @@ class _Fused(torch.autograd.Function):
         return *grads, *[None] * 9
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Launch on a device; torch's own way asks much where it is the current one already."""
-    if device.index == torch._C._cuda_getDevice():
-        return nullcontext()
-    return torch.cuda.device(device)
-
-
+@ops.op
 def yoso_forward(
     q: Tensor,
     k: Tensor,
@@ -139,29 +132,32 @@ def yoso_forward(
 ) -> list[Tensor]:
     """The sum over collisions; if the backward is to follow, all that it needs to `keep`: 1/norm of
     the rows of the sum, the codes of q by hash and of k by token, the lists of k."""
-    from longspan.attention.yoso import triton
-
-    with _on(q.device):
+    channels = q.shape[3]
+    if channels % 8:  # rows of whole 16-byte words
+        q, k = (F.pad(x, (0, -channels % 8)) for x in (q, k))
+    with ops.on(q.device):
         q, k, v = (verbs.aligned(x) for x in (q, k, v))
         key_mask = None if key_mask is None else key_mask.contiguous()
         if planes is None:
-            tiles = verbs.gaussian_planes(
+            pieces = verbs.gaussian_planes(
                 number if place is None else place,
-                q.shape[1], q.shape[3], num_hashes, hash_bits, q.device,
+                q.shape[1], channels, num_hashes, hash_bits, q.device,
             )  # fmt: skip
         else:
-            tiles = verbs.plane_tiles(planes)
-        (q_token, q_hash), (k_token, k_hash) = triton.hash_codes(q, k, tiles, hash_bits)
+            pieces = verbs.plane_pieces(planes)
         bits = verbs.compact_bits(q.shape[2] + k.shape[2], hash_bits)
+        both = keep or bits != hash_bits
+        q_token, k_hash, *more = verbs.hash_codes(q, k, pieces, both=both)
         if bits != hash_bits:
-            q_hash, k_hash = verbs.compact_codes(q_hash, k_hash, bits)
-            q_token, k_token = q_hash.mT.contiguous(), k_hash.mT.contiguous()
+            q_hash, k_hash = verbs.compact_codes(more[0], k_hash, bits)
+            q_token, more = q_hash.mT.contiguous(), [q_hash, k_hash.mT.contiguous()]
         lists = verbs.bucket_lists(k_hash, key_mask, bits)
         y, inverse = verbs.collide(lists, v, q_token, None, bits, normalize=normalize)
-    return [y, inverse, q_hash, k_token, *lists] if keep else [y]
+    return [y, inverse, *more, *lists] if keep else [y]
 
 
-def _forward_fake(
+@ops.fake(yoso_forward)
+def _(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -193,6 +189,7 @@ def _forward_fake(
     ]
 
 
+@ops.op
 def yoso_backward(
     g: Tensor,
     q: Tensor,
@@ -218,7 +215,7 @@ def yoso_backward(
 
     bits = verbs.compact_bits(q.shape[2] + k.shape[2], hash_bits)
     k_lists = verbs.Lists(k_order, k_first, k_most)
-    with _on(q.device):
+    with ops.on(q.device):
         q, k, v, g = (verbs.aligned(x.contiguous()) for x in (q, k, v, g))
         key_mask = None if key_mask is None else key_mask.contiguous()
         fast = v.dtype == torch.bfloat16 and max(q.shape[3], v.shape[3]) <= 128 and not true
@@ -250,7 +247,8 @@ def yoso_backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv
 
 
-def _backward_fake(
+@ops.fake(yoso_backward)
+def _(
     g: Tensor,
     q: Tensor,
     k: Tensor,
@@ -271,11 +269,3 @@ def _backward_fake(
     true: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-# By hand, since `torch.library.custom_op` adds checks that take as long as the launches.
-_library = torch.library.Library("longspan", "FRAGMENT")
-for _run, _fake in ((yoso_forward, _forward_fake), (yoso_backward, _backward_fake)):
-    _library.define(_run.__name__ + torch.library.infer_schema(_run, mutates_args=()))
-    _library.impl(_run.__name__, _run, "CUDA")
-    torch.library.register_fake(f"longspan::{_run.__name__}", _fake, lib=_library)

@@ -13,9 +13,9 @@ from longspan.attention import nvrtc
 from longspan.attention.random import Seed
 from longspan.attention.yoso.tables import compact
 
-CODES, TABLES, ROWS, OUTER, WALK = (
+HASH, CODES, TABLES, ROWS, OUTER, WALK = (
     Path(__file__).with_name("cuda") / f"{name}.cu"
-    for name in ("codes", "tables", "rows", "outer", "walk")
+    for name in ("hash", "codes", "tables", "rows", "outer", "walk")
 )
 TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 INDICES = {torch.uint16: "uint16_t", torch.uint32: "uint32_t"}
@@ -42,21 +42,13 @@ def gaussian_planes(
     hash_bits: int,
     device: torch.device,
 ) -> Tensor:
-    """Gaussian `projections` made on the GPU: (H, 1, m, 8 or 16, channels padded), bfloat16."""
-    bits, padded = _tile(hash_bits, channels)
-    make = torch.empty if (bits, padded) == (hash_bits, channels) else torch.zeros
-    planes = make(heads, 1, num_hashes, bits, padded, dtype=torch.bfloat16, device=device)
+    """Gaussian `projections` made on the GPU: (H, 1, m, τ, channels padded), bfloat16."""
+    padded = -(-channels // 32) * 32
+    make = torch.empty if padded == channels else torch.zeros
+    planes = make(heads, 1, num_hashes, hash_bits, padded, dtype=torch.bfloat16, device=device)
     count = heads * num_hashes * hash_bits * channels
     _codes(hash_bits)(
-        "gaussian_planes",
-        -(-count // 512),
-        256,
-        *_seed(seed),
-        planes,
-        count,
-        channels,
-        bits,
-        padded,
+        "gaussian_planes", -(-count // 512), 256, *_seed(seed), planes, count, channels, padded
     )
     return planes
 
@@ -66,17 +58,45 @@ def _seed(seed: Seed) -> tuple[Tensor | None, int]:
     return (seed, 0) if isinstance(seed, Tensor) else (None, seed)
 
 
-def plane_tiles(planes: Tensor) -> Tensor:
-    """Any `projections` as two bfloat16 pieces that add up to them: (H, 2, m, 8 or 16, padded)."""
-    bits, padded = _tile(*planes.shape[2:])
-    planes = F.pad(planes, (0, padded - planes.shape[3], 0, bits - planes.shape[2]))
+def plane_pieces(planes: Tensor) -> Tensor:
+    """Any `projections` as two bfloat16 pieces that add up to them: (H, 2, m, τ, padded)."""
+    planes = F.pad(planes, (0, -planes.shape[3] % 32))
     high = planes.bfloat16()
     return torch.stack([high, (planes - high.float()).bfloat16()], 1)
 
 
-def _tile(hash_bits: int, channels: int) -> tuple[int, int]:
-    """Bits and channels padded to what matrix instructions take."""
-    return 8 * -(-hash_bits // 8), max(16, 1 << (channels - 1).bit_length())
+def hash_codes(q: Tensor, k: Tensor, planes: Tensor, *, both: bool) -> tuple[Tensor, ...]:
+    """Codes of q by token (B, H, Nq, m) and of k by hash (B, H, m, Nk), which the forward reads.
+
+    If `both`, also those of q by hash and of k by token, which the backward reads.
+    """
+    _, pieces, hashes, hash_bits, _ = planes.shape
+    (batch, heads, queries, channels), keys = q.shape, k.shape[2]
+    code = torch.uint8 if hash_bits <= 8 else torch.uint16
+    new = functools.partial(torch.empty, dtype=code, device=q.device)
+    q_token, k_hash = new(batch, heads, queries, hashes), new(batch, heads, hashes, keys)
+    q_hash = new(batch, heads, hashes, queries) if both else None
+    k_token = new(batch, heads, keys, hashes) if both else None
+    # As hash.cu has it: the tokens of a block.
+    tiles = -(-channels // 32) * {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[q.dtype]
+    block = 256 if tiles <= 4 else 128
+    blocks = batch * heads * (-(-queries // block) + -(-keys // block))
+    _hash(channels, hash_bits, q.dtype, pieces)(
+        "hash_codes", blocks, 256,
+        q, *_byte_strides(q), q_token, q_hash, queries,
+        k, *_byte_strides(k), k_token, k_hash, keys,
+        planes, batch * heads, heads, hashes,
+    )  # fmt: skip
+    if q_hash is None or k_token is None:
+        return q_token, k_hash
+    return q_token, k_hash, q_hash, k_token
+
+
+def _byte_strides(x: Tensor) -> tuple[int, int, int]:
+    """Of the samples, heads and rows of x."""
+    batch, head, row, _ = x.stride()
+    size = x.element_size()
+    return batch * size, head * size, row * size
 
 
 def compact_bits(tokens: int, bits: int) -> int:
@@ -130,9 +150,8 @@ def bucket_sum(lists: Lists, x: Tensor, bits: int, h0: int, step: int) -> Tensor
     blocks = lists_now * -(-(1 << bits) // span)
     if span > 1:
         blocks *= -(-channels // 64)
-    strides = (s * x.element_size() for s in x.stride()[:3])
     _launch_tables(x, bits, lists.order)(
-        name, blocks, 32, lists.order, lists.first, x, *strides, table,
+        name, blocks, 32, lists.order, lists.first, x, *_byte_strides(x), table,
         heads, hashes, h0, step, tokens, span,
     )  # fmt: skip
     return table
@@ -159,10 +178,9 @@ def collide(
     blocks = -(-rows * _group(channels) // 256)
     if is_sparse(x.shape[2], bits):
         heavy = heavy_sum(lists, x, bits)
-        strides = (s * x.element_size() for s in x.stride()[:3])
         _launch_walk(8, x, bits, lists.order)(
             "walk_gather", 2 * blocks, 128, to_token, to_mask, lists.order, lists.first, x,
-            *strides, heavy, y, norms, heads, hashes, x.shape[2], tokens, rows, 1 / hashes,
+            *_byte_strides(x), heavy, y, norms, heads, hashes, x.shape[2], tokens, rows, 1 / hashes,
         )  # fmt: skip
         return y, inverse
     size = max(1, batch * heads * channels * _table_dtype(x).itemsize << bits)
@@ -189,10 +207,10 @@ def heavy_sum(lists: Lists, x: Tensor, bits: int) -> Tensor:
     batch, heads, hashes, tokens = lists.order.shape
     shape = (batch, heads, hashes, tokens // MOST_ROWS + 1, x.shape[3])
     sums = torch.empty(shape, dtype=_table_dtype(x), device=x.device)
-    strides = (s * x.element_size() for s in x.stride()[:3])
     warps = batch * heads * hashes * -(-(1 << bits) // 256)
     _launch_walk(8, x, bits, lists.order)(
-        "heavy_sum", -(-warps // 4), 128, *lists, x, *strides, sums, heads, hashes, tokens, warps,
+        "heavy_sum", -(-warps // 4), 128, *lists, x, *_byte_strides(x), sums,
+        heads, hashes, tokens, warps,
     )  # fmt: skip
     return sums
 
@@ -260,10 +278,12 @@ def surrogate(
     columns, room = _columns(padded, width), FLOAT16_ROOM / used
     new = functools.partial(torch.empty, dtype=torch.float16, device=q.device)
     q_rows, k_rows = (new(batch, heads, n, 2 * columns) for n in (queries, keys))
-    q_sums, k_sums = (new(batch, heads, n, columns).zero_() for n in (queries, keys))
+    q_sums, k_sums = (new(batch, heads, n, columns) for n in (queries, keys))
     rows, blocks = _launch_rows(padded, width), _row_blocks(q, k, padded, width)
     sizes = batch * heads, queries, keys
-    rows("pair_rows", blocks, 256, g, q, v, k, *scales, q_rows, k_rows, *sizes, room)
+    rows(
+        "pair_rows", blocks, 256, g, q, v, k, *scales, q_rows, k_rows, q_sums, k_sums, *sizes, room
+    )
     # A warp walks a run of buckets; enough runs that all parts of the GPU end about together.
     lists, run, each = batch * heads * used, 32, 1
     while run > 4 and lists << bits < run * MANY_WARPS:
@@ -278,8 +298,11 @@ def surrogate(
     if in_pairs:
         launch("outer_pairs", runs, 32, *arguments)
     light = (FEW_ROWS,) * 2 if in_pairs else (0, 0)
-    if sparse:  # little or nothing: a warp looks through many buckets
+    if sparse:
         light, each = (MOST_ROWS, 1 << 30), 16
+    elif in_pairs and max(queries, keys) <= FEW_ROWS // 2 << bits:
+        each = 4
+    if each > 1:  # little or nothing to do: a warp looks through many buckets
         runs = lists * -(-(1 << bits) // (run * each))
     threads = 32 if columns == 64 else 128
     launch("outer_tables", 2 * runs, threads, *arguments, each, q_most, k_most, *light)
@@ -399,6 +422,11 @@ def _walk(
 ) -> Callable[..., None]:
     types = dict(X=TYPES[dtype], INDEX=INDICES[index])
     return nvrtc.launcher(WALK, D=channels, E=width, BITS=bits, **types)
+
+
+@functools.cache
+def _hash(channels: int, bits: int, dtype: torch.dtype, pieces: int) -> Callable[..., None]:
+    return nvrtc.launcher(HASH, D=channels, BITS=bits, X=TYPES[dtype], PLANES=pieces)
 
 
 @functools.cache

@@ -278,12 +278,11 @@ __device__ void run_bucket_merge(const Code* codes, const uint16_t* from, const 
 BUCKET_MERGE(bucket_merge_16, uint16_t)
 BUCKET_MERGE(bucket_merge_32, uint32_t)
 
-// Gaussian projections (H, m, PLANES, DP) in bfloat16: the numbers of random.py, zero where padded.
+// Gaussian projections (H, m, BITS, channels padded) in bfloat16: the numbers of random.py, zero where padded.
 // One thread a pair of Box–Muller; `count` numbers in all, laid out (H, m, BITS, channels) there.
 // The seed is read at `seed_at` where that is given.
 extern "C" __global__ void gaussian_planes(const int64_t* seed_at, int64_t seed, uint16_t* planes,
-                                           int64_t count, int64_t channels, int64_t planes_padded,
-                                           int64_t channels_padded) {
+                                           int64_t count, int64_t channels, int64_t padded) {
   const int64_t half = (count + 1) / 2;
   const int64_t at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
   if (at >= half) return;
@@ -297,9 +296,7 @@ extern "C" __global__ void gaussian_planes(const int64_t* seed_at, int64_t seed,
   const double radius = sqrt(-2 * log(uniform(at)));
   auto put = [&](int64_t i, double value) {
     if (i >= count) return;
-    const int64_t plane = i / channels, hash = plane / BITS;
-    planes[(hash * planes_padded + plane % BITS) * channels_padded + i % channels] =
-        (uint16_t)pack((float)value, 0, BF16);
+    planes[i / channels * padded + i % channels] = (uint16_t)pack((float)value, 0, BF16);
   };
   put(at, radius * cosine);
   put(half + at, radius * sine);

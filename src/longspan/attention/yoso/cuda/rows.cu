@@ -59,11 +59,12 @@ extern "C" __global__ void __launch_bounds__(256) measure(
   if (row.there && lane == 0) (row.key ? v_norms : g_norms)[row.at] = norm;
 }
 
-// What outer.cu reads of a token: [ĝ | q̂ |g| room/Σ|g|] or [v̂ | k̂ |v| room/Σ|v|] in float16.
+// What outer.cu reads of a token, [ĝ | q̂ |g| room/Σ|g|] or [v̂ | k̂ |v| room/Σ|v|] in float16, and zeros
+// where it adds.
 extern "C" __global__ void __launch_bounds__(256) pair_rows(
     const char* g, const char* q, const char* v, const char* k, const float* g_norms,
-    const float* v_norms, const float* totals, char* q_rows, char* k_rows, int64_t batch_heads,
-    int64_t queries, int64_t keys, float room) {
+    const float* v_norms, const float* totals, char* q_rows, char* k_rows, char* q_sums,
+    char* k_sums, int64_t batch_heads, int64_t queries, int64_t keys, float room) {
   const Row row(batch_heads, queries, keys);
   const int lane = threadIdx.x % GROUP;
   const float norm = row.there ? (row.key ? v_norms : g_norms)[row.at] : 0;
@@ -78,7 +79,9 @@ extern "C" __global__ void __launch_bounds__(256) pair_rows(
   const float factor = inverse_of(sqrtf(dot<GROUP>(x, x))) * norm * room * inverse_of(total);
 #pragma unroll
   for (int i = 0; i < 8; i++) x[i] *= factor;
-  if (row.there) store8<F16>(to + 2 * W, lane, x);
+  if (!row.there) return;
+  store8<F16>(to + 2 * W, lane, x);
+  *((uint4*)((row.key ? k_sums : q_sums) + row.at * (2 * W)) + lane) = make_uint4(0, 0, 0, 0);
 }
 
 // Gradients of queries and keys from the sums that outer.cu left, in float16 and its order of columns:

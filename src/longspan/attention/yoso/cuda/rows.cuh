@@ -18,6 +18,14 @@ template <Type T> struct Row8 {
     word[0] = make_uint4(0, 0, 0, 0);
     if constexpr (T == F32) word[1] = make_uint4(0, 0, 0, 0);
   }
+  // += factor x, of float16 rows in their own precision
+  __device__ void add_scaled(float factor, const Row8& x) {
+    static_assert(T == F16);
+    const uint32_t twice = pack(factor, factor, F16), *from = (const uint32_t*)x.word;
+    uint32_t* to = (uint32_t*)word;
+#pragma unroll
+    for (int i = 0; i < 4; i++) to[i] = multiply_add2(twice, from[i], to[i]);
+  }
   __device__ void add_to(float (&sum)[8]) const {
     const uint32_t* w = (const uint32_t*)word;
     if constexpr (T == F32) {
@@ -53,6 +61,19 @@ template <int GROUP> __device__ inline float dot(const float (&a)[8], const floa
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < 8; i++) sum += a[i] * b[i];
+  for (int o = 1; o < GROUP; o *= 2) sum += __shfl_xor_sync(~0u, sum, o);
+  return sum;
+}
+
+// The same of float16 rows: eight products of a lane in their own precision, the rest in float32.
+template <int GROUP> __device__ inline float dot16(const Row8<F16>& a, const Row8<F16>& b) {
+  const uint32_t *x = (const uint32_t*)a.word, *y = (const uint32_t*)b.word;
+  float low, high, sum = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    unpack(multiply_add2(x[i + 1], y[i + 1], multiply2(x[i], y[i])), low, high, F16);
+    sum += low + high;
+  }
   for (int o = 1; o < GROUP; o *= 2) sum += __shfl_xor_sync(~0u, sum, o);
   return sum;
 }

@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) walk_gather(
     int64_t batch_bytes, int64_t head_bytes, int64_t row_bytes, const char* heavy, char* y,
     float* inverse, int64_t heads, int64_t hashes, int64_t n, int64_t tokens, int64_t rows,
     float scale) {
-  constexpr int GROUP = group_of(E), ROUNDS = 1;
+  constexpr int GROUP = group_of(E), ROUNDS = GROUP <= 8 ? 4 : 32 / GROUP;
   __shared__ uint32_t room[THREADS / GROUP][GROUP * ROUNDS * MOST];
   uint32_t* met = room[threadIdx.x / GROUP];
   const int64_t row = (int64_t)blockIdx.x * (THREADS / GROUP) + threadIdx.x / GROUP;
@@ -232,8 +232,12 @@ __device__ void walk_outer_side(const Side& s, const float* totals, const char* 
                     s.other_n};
   const char* rows = s.other_a + from * (4 * W);
   heavy += bh * (int64_t)hashes * (s.other_n / MOST + 1) * (E * Bytes<SUM>::each);
-  float own[8], sum[8] = {}, v_sum[8] = {};
-  load8<LANES, F16>(s.a + row * (4 * W), W, seen, own);
+  const float g_total = KEY ? totals[bh] : 0;
+  const float g_scale = 32768 * inverse_of(g_total), g_back = g_total / 32768;  // any sum fits float16
+  Row8<F16> own;
+  float sum[8] = {}, v_sum[8] = {};
+  if (seen) own.load(s.a + row * (4 * W), lane);
+  else own.clear();
   for (int h = 0, next; h < (KEY ? hashes : used); h = next) {
     next = h < used ? min(h + ROUNDS * LANES, used) : h + ROUNDS * LANES;
     // Beyond the first `used`, hashes count for dV alone; they come in rounds of their own.
@@ -251,19 +255,23 @@ __device__ void walk_outer_side(const Side& s, const float* totals, const char* 
         if (j >= HEAVY) continue;
         a[u].load(rows + (int64_t)j * (4 * W), lane);
         if (!KEY || h < used) b[u].load(rows + (int64_t)j * (4 * W) + 2 * W, lane);
-        if (KEY) size[u] = s.other_norms[from + j];
+        if (KEY) size[u] = s.other_norms[from + j] * g_scale;
       }
+      // Four at a time in float16, as precise as the rows are, then on to float32.
+      Row8<F16> part, v_part;
+      part.clear(), v_part.clear();
 #pragma unroll
       for (int u = 0; u < 4; u++) {
-        float x[8] = {}, y[8] = {};
-        a[u].add_to(x);
-        b[u].add_to(y);
-        const float score = dot<LANES>(own, x);
+        const float score = dot16<LANES>(own, a[u]);
+        part.add_scaled(score, b[u]);
+        if (KEY) v_part.add_scaled(size[u], a[u]);
+      }
+      part.add_to(sum);
+      if (KEY) {
+        float x[8] = {};
+        v_part.add_to(x);
 #pragma unroll
-        for (int c = 0; c < 8; c++) {
-          sum[c] += score * y[c];
-          if (KEY) v_sum[c] += size[u] * x[c];
-        }
+        for (int c = 0; c < 8; c++) v_sum[c] += g_back * x[c];
       }
     }
     if (KEY)
