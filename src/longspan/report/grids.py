@@ -82,7 +82,7 @@ def _grid(title: str, grid: Mapping[int, Mapping[int, float]], sizes: list[int])
     lines = [
         [f"{n:,}", *(times_as(grid[s][n]) if n in grid[s] else "" for s in sizes)] for n in lengths
     ]
-    return Table(["tokens, k =", *(str(size) for size in sizes)], lines, title)
+    return Table(["tokens", *(f"k = {size}" for size in sizes)], lines, title)
 
 
 def model(rows: Rows, where: str, prefix: str) -> list[Section]:
@@ -114,8 +114,8 @@ def model(rows: Rows, where: str, prefix: str) -> list[Section]:
                 return f"{milliseconds(seconds[name][n])}{fits}"
 
             lines = [[name, *(cell(name, n) for n in lengths)] for name in seconds]
-            head = [f"ms a sequence, {words} (largest batch)", *(f"{n:,}" for n in lengths)]
-            tables.append(Table(head, lines))
+            caption = f"Milliseconds a sequence, {words} (largest batch)"
+            tables.append(Table(["tokens", *(f"{n:,}" for n in lengths)], lines, caption))
         if charts:
             made.append(
                 Section(

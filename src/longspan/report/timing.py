@@ -61,14 +61,14 @@ def _crossover(rows: Rows, modes: list[str], where: str, prefix: str) -> Section
                 cells = points.setdefault(name, [""] * len(modes))
                 point = crossover(measured.get(EXACT, {}), measured[name])
                 cells[number_of] = "not compared" if point is None else str(point)
+    lines = [[name, *cells] for name, cells in points.items()]
+    tables = [Table(["", *modes], lines, "Faster than exact attention from (tokens)")]
     return Section(
         f"From which length it pays{where}",
         f"{shape(rows)} How many times as fast as exact attention ({EXACT}, through torch's fused "
         "kernels) each method is: above the dotted line it is faster.",
         [chart for chart in charts if chart.figure["data"]],
-        [Table(["faster than exact from (tokens)", *modes], [[n, *c] for n, c in points.items()])]
-        if points
-        else [],
+        tables if lines else [],
     )
 
 
@@ -81,7 +81,7 @@ def _time(rows: Rows, modes: list[str], where: str, prefix: str) -> Section:
                 f"{prefix}time-{slug(mode)}", time_chart(measured), f"{MODES[mode].capitalize()}."
             )
         )
-        tables.append(_grid(rows, mode, measured, milliseconds, f"milliseconds, {mode}"))
+        tables.append(_grid(rows, mode, measured, milliseconds, f"Milliseconds, {MODES[mode]}"))
     return Section(
         f"Time{where}",
         f"{shape(rows)} Medians of interleaved runs; both axes are logarithmic. Dotted: exact "
@@ -101,7 +101,7 @@ def _memory(rows: Rows, modes: list[str], where: str, prefix: str) -> Section:
         }
         figure = line_chart(measured, LENGTH, "MB of a sequence")
         charts.append(Chart(f"{prefix}memory-{slug(mode)}", figure, f"{MODES[mode].capitalize()}."))
-        tables.append(_grid(rows, mode, measured, number, f"MB, {mode}"))
+        tables.append(_grid(rows, mode, measured, number, f"MB, {MODES[mode]}"))
     return Section(
         f"Memory{where}",
         "Peak memory that a call adds to what was there before, its results included: on a GPU "
@@ -112,7 +112,7 @@ def _memory(rows: Rows, modes: list[str], where: str, prefix: str) -> Section:
 
 
 def _grid(
-    rows: Rows, mode: str, measured: Mapping[str, Mapping[int, float]], write: Any, head: str
+    rows: Rows, mode: str, measured: Mapping[str, Mapping[int, float]], write: Any, caption: str
 ) -> Table:
     stopped = {
         (label(row), row["length"]): str(row.get("reason", "stopped"))
@@ -128,7 +128,7 @@ def _grid(
         return "" if reason is None else "no memory" if "memory" in reason else "stopped"
 
     lines = [[name, *(cell(name, length) for length in lengths)] for name in measured]
-    return Table([head, *(f"{n:,}" for n in lengths)], lines)
+    return Table(["tokens", *(f"{n:,}" for n in lengths)], lines, caption)
 
 
 def _paper(rows: Rows, where: str) -> Section:
@@ -146,7 +146,7 @@ def _paper(rows: Rows, where: str) -> Section:
         "MB and milliseconds of one forward pass of self-attention, a sequence. The paper timed a "
         "GTX 1080 Ti against exact attention with its N × N weights in memory (eager); softmax "
         "here is fused. Its memory counts the whole module, ours what a call adds.",
-        tables=[Table(["tokens (MB / ms)", *columns], lines)],
+        tables=[Table(["tokens", *columns], lines, "MB / ms")],
     )
 
 
