@@ -20,6 +20,7 @@ from longspan.bench import (
     real,
     spectrum,
     suite,
+    suites,
 )
 from longspan.bench.__main__ import main
 from longspan.bench.suite import Entry, Group, Limits, Setting
@@ -348,6 +349,14 @@ def test_unknown_suite_and_missing_gpu_are_refused(path):
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="device must be one that torch sees"):
             run_suites(["length"], path, Setting(device="cuda"))
+
+
+def test_without_transformers_two_suites_say_so(monkeypatch):
+    monkeypatch.setattr(suites, "find_spec", lambda name: None)
+    assert plan(["length"], Setting(quick=True))
+    for name, setting in (("model", Setting()), ("error", Setting(model="a"))):
+        with pytest.raises(ValueError, match=r"pip install 'longspan\[huggingface\]'"):
+            plan([name], setting)
 
 
 def test_without_typer_and_plotly(path):

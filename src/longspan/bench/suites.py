@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
@@ -14,19 +15,24 @@ from longspan.bench.suite import Group, Setting
 
 @dataclass(frozen=True)
 class Suite:
-    """A row of SUITES: what it measures, and its groups for a setting."""
+    """A row of SUITES: what it measures, its groups, and whether it needs transformers."""
 
     summary: str
     groups: Callable[[Setting], Iterator[Group]]
+    transformers: bool = False
 
 
 SUITES: dict[str, Suite] = {
     "length": Suite("time and memory of every method over length", length.groups),
     "linformer": Suite("Linformer's grid of length and projected length", linformer.groups),
-    "model": Suite("a whole encoder's inference and training step", model.groups),
+    "model": Suite(
+        "a whole encoder's inference and training step", model.groups, transformers=True
+    ),
     "error": Suite("error against cost, on random and real inputs", error.groups),
     "cpu": Suite("every implementation on this CPU", cpu.groups),
-    "spectrum": Suite("singular values of a model's attention, learned E", spectrum.groups),
+    "spectrum": Suite(
+        "singular values of a model's attention, learned E", spectrum.groups, transformers=True
+    ),
 }
 
 
@@ -43,4 +49,11 @@ def plan(names: Sequence[str], setting: Setting) -> list[tuple[str, Group]]:
         checks.integer("length", tokens, 1)
     if setting.cuda and not torch.cuda.is_available():
         raise ValueError(f"device must be one that torch sees here, got {setting.device!r}")
+    if find_spec("transformers") is None:
+        for name in names:
+            if SUITES[name].transformers or setting.model is not None:
+                raise ValueError(
+                    f"suite must run without transformers (pip install 'longspan[huggingface]' "
+                    f"brings it), got {name!r}"
+                )
     return [(name, group) for name in names for group in SUITES[name].groups(setting)]
