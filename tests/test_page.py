@@ -155,6 +155,17 @@ def test_lra_has_medians_ranges_published_rows_and_speed(shown):
     assert {trace["name"] for trace in chart.figure["data"]} == {"softmax", "nystrom"}
 
 
+def test_short_runs_are_marked_and_give_way_to_longer_ones():
+    rows = [
+        trained("lra/listops", "yoso", 0.2, steps=100, options={"num_hashes": 32}),
+        trained("lra/listops", "yoso", 0.3, steps=2000, options={"num_hashes": 32}),
+        trained("lra/listops", "yoso", 0.4, steps=5000, protocol="google"),
+    ]
+    lines = find(content(rows), "Long Range Arena").tables[0].lines
+    assert list(lines[0]) == ["yoso-32", "here", "30.0 †", ""]
+    assert list(lines[1]) == ["yoso", "here, google", "40.0", ""]
+
+
 def test_glue_and_masked_lm_have_tables(shown):
     glue = find(shown, "GLUE").tables[0]
     assert list(glue.head) == ["method", "source", "sst2"]

@@ -6,11 +6,31 @@ from torch import Tensor
 EXACT = "softmax"
 
 # From how many keys on a method with its default options was faster than exact attention, for 8
-# heads of 64: `longspan bench length` on two cores of an AMD EPYC (float32) and on an NVIDIA H200
-# (bfloat16). None: not up to the longest length that was measured. A test reads these numbers off
-# the rows in results/; `longspan advise` measures them for your own machine and shape.
+# heads of 64: `longspan bench length` on two cores of an AMD EPYC (float32, results/cpu) and on an
+# NVIDIA H200 (bfloat16, results/h200). None: not up to the longest length that was measured; 512
+# is the shortest. A test reads the numbers off the rows; `longspan advise` measures them for your
+# own machine and shape. What is not here was not measured, so only `exact_below` brings it in.
 CROSSOVERS: dict[str, dict[str, dict[str, int | None]]] = {
-    "cpu": {"forward": {}, "forward+backward": {}},
+    "cpu": {
+        "forward": {
+            "linformer": 512,
+            "window": 730,
+            "nystrom": 512,
+            "yoso": 512,
+            "yoso_expectation": None,
+            "reformer": 2500,
+            "strided": 1000,
+        },
+        "forward+backward": {
+            "linformer": 512,
+            "window": 610,
+            "nystrom": 512,
+            "yoso": 512,
+            "yoso_expectation": None,
+            "reformer": 2200,
+            "strided": 730,
+        },
+    },
     "cuda": {"forward": {}, "forward+backward": {}},
 }
 
