@@ -157,11 +157,12 @@ def _demo(rows: Rows) -> list[Section]:
 
 
 def _made(rows: Rows) -> list[tuple[str, str]]:
-    """Every command with what it made."""
+    """Every command with what it made; a demo names its command once, in its first row."""
+    demo = next((str(row.get("command", "")) for row in rows if row.get("kind") == "run"), "")
     counts = Counter(
-        (row["command"], machine(row), row.get("environment", {}).get("time", "")[:10])
+        (command, machine(row), row.get("environment", {}).get("time", "")[:10])
         for row in rows
-        if row.get("command")
+        if (command := row.get("command") or ("" if "suite" in row else demo))
     )
     return [
         (command, ", ".join([f"{count} row{'s' * (count > 1)}", name, *([day] if day else [])]))
