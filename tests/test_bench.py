@@ -16,7 +16,7 @@ from longspan.bench import (
     measure,
     timing_row,
 )
-from longspan.bench.cases import _draw
+from longspan.bench.cases import _draw, fastest_exact
 from longspan.bench.suite import Setting
 
 
@@ -124,6 +124,19 @@ def test_inputs_are_what_they_say():
     q, k = draw("one-vector")
     assert (k == k[:, :1]).all()
     assert torch.equal(q, k)
+
+
+def test_exact_attention_is_the_same_by_any_kernel():
+    """On a CPU the order names kernels that are not there; one that is gets the call."""
+    call = Case("softmax", 40, heads=2, head_dim=8).build("forward")
+    torch.testing.assert_close(fastest_exact(call)(), call())
+
+
+@pytest.mark.gpu
+def test_the_fastest_exact_kernel_is_no_slower_than_torch_s_choice():
+    call = Case("softmax", 8192, dtype="bfloat16", device="cuda").build("forward")
+    timings = measure({"own": call, "fast": fastest_exact(call)}, budget=0.5, device="cuda")
+    assert timings["fast"].seconds < 1.1 * timings["own"].seconds
 
 
 def test_unknown_inputs_say_so():

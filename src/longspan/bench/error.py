@@ -22,8 +22,8 @@ from torch import Tensor
 import longspan
 from longspan.attention.base import unit
 from longspan.bench import real
-from longspan.bench.cases import _draw
-from longspan.bench.suite import Call, Entry, Group, Setting
+from longspan.bench.cases import _draw, fastest_exact
+from longspan.bench.suite import EXACT, Call, Entry, Group, Setting
 
 HEADS, HEAD_DIM = 8, 64
 
@@ -96,7 +96,7 @@ def group(
             "device": setting.device,
             **about,
         }
-        build = partial(_call, method, options, draw, setting.seed)
+        build = partial(_timed, method, options, draw, setting)
         extra = partial(_errors, method, options, draw, setting.seed)
         words = [f"{k}={v}" for k, v in options.items()]
         entries.append(Entry(" ".join([method, *words]), row, build, extra))
@@ -138,6 +138,13 @@ def _call(
             return function(q, k, v)
 
     return run
+
+
+def _timed(
+    method: str, options: Mapping[str, Any], draw: Callable[[], list[Tensor]], setting: Setting
+) -> Call:
+    call = _call(method, options, draw, setting.seed)
+    return fastest_exact(call) if setting.cuda and method == EXACT else call
 
 
 def _errors(

@@ -40,7 +40,7 @@ class Section:
 def machine(row: Mapping[str, Any]) -> str:
     """The device a row was measured on, in words."""
     stamp = row.get("environment", {})
-    if stamp.get("gpu") and row.get("device", "cpu") != "cpu":
+    if stamp.get("gpu") and row.get("device", "cuda") != "cpu":
         return str(stamp["gpu"])
     return f"{stamp.get('cpu', 'an unnamed CPU')}, {stamp.get('cores', '?')} cores"
 
