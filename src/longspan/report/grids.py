@@ -12,6 +12,7 @@ from longspan.report.section import (
     Rows,
     Section,
     Table,
+    busy,
     milliseconds,
     slug,
     times_as,
@@ -60,7 +61,7 @@ def linformer(rows: Rows, where: str, prefix: str) -> list[Section]:
             "Attention alone, forward: time (and memory that a call adds) of exact attention "
             "divided by Linformer's. Solid: against torch's fused kernels; dotted: against eager "
             "attention, the paper's baseline. The paper's memory saving is a ratio of largest "
-            "batches.",
+            f"batches.{busy(rows)}",
             [Chart(f"{prefix}linformer", figure, "The darker, the longer the projection.")],
             [found for found in tables if found.lines],
         )
@@ -121,7 +122,8 @@ def model(rows: Rows, where: str, prefix: str) -> list[Section]:
                 Section(
                     f"A whole encoder: {layers} layers of {width}{where}",
                     "A training step is forward, backward and AdamW. The largest batch is what 95 "
-                    "% of the memory holds, if every sequence takes what those measured took.",
+                    "% of the memory holds, if every sequence takes what those measured took."
+                    + busy(chosen),
                     charts,
                     tables,
                 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from longspan.report.charts import EXACT, heat_map, line_chart, trace
-from longspan.report.section import Chart, Rows, Section, Table, milliseconds, slug
+from longspan.report.section import Chart, Rows, Section, Table, busy, milliseconds, slug
 
 _INPUTS = {
     "real": "queries, keys and values of {model} reading {text}",
@@ -53,7 +53,7 @@ def frontier(rows: Rows, where: str, prefix: str) -> list[Section]:
             "‖y − y*‖ / ‖y*‖ of the output, nothing trained: to the left is cheaper, below is "
             "nearer. The dotted line is the time of exact attention: what is right of it has no "
             "use. A model trained with a method adapts to it; a converted one starts from these "
-            "errors.",
+            f"errors.{busy(rows)}",
             charts,
             [_table(cells)],
         )

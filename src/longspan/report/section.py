@@ -45,6 +45,23 @@ def machine(row: Mapping[str, Any]) -> str:
     return f"{stamp.get('cpu', 'an unnamed CPU')}, {stamp.get('cores', '?')} cores"
 
 
+def busy(rows: Rows) -> str:
+    """A warning where rows were made on a busy machine."""
+    busy = [
+        row["load"] / row["environment"]["cores"]
+        for row in rows
+        if row.get("load")
+        and row.get("device") == "cpu"
+        and row.get("environment", {}).get("cores")
+    ]
+    if not busy or max(busy) <= 1.5:
+        return ""
+    return (
+        f" The machine was busy with other work: its load average was up to {max(busy):.1f} times "
+        "its cores, so times are too long, and their ratios uncertain."
+    )
+
+
 def slug(text: str) -> str:
     """Letters and digits of a text, for ids and names of files."""
     words = "".join(c if c.isalnum() and c.isascii() else " " for c in text.lower()).split()

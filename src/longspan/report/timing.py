@@ -13,6 +13,7 @@ from longspan.report.section import (
     Rows,
     Section,
     Table,
+    busy,
     milliseconds,
     number,
     slug,
@@ -86,7 +87,7 @@ def _time(rows: Rows, modes: list[str], where: str, prefix: str) -> Section:
         f"Time{where}",
         f"{shape(rows)} Medians of interleaved runs; both axes are logarithmic. Dotted: exact "
         "attention continued with the square of the length, where it was stopped. Rings: the "
-        f"length from which a method is faster.{_loads(rows)}",
+        f"length from which a method is faster.{busy(rows)}",
         charts,
         tables,
     )
@@ -160,20 +161,3 @@ def _cell(
         return ""
     used = memory.get(name, {}).get(length)
     return f"{'–' if used is None else number(used / _MB)} / {milliseconds(seconds[name][length])}"
-
-
-def _loads(rows: Rows) -> str:
-    """A warning where rows were made on a busy machine."""
-    busy = [
-        row["load"] / row["environment"]["cores"]
-        for row in rows
-        if row.get("load")
-        and row.get("device") == "cpu"
-        and row.get("environment", {}).get("cores")
-    ]
-    if not busy or max(busy) <= 1.5:
-        return ""
-    return (
-        f" The machine was busy with other work: its load average was up to {max(busy):.1f} times "
-        "its cores, so times are too long, and their ratios uncertain."
-    )
