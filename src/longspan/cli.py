@@ -1,4 +1,4 @@
-"""The command line: `longspan demo`, `methods`, `doctor`, `bench`, `report`, `advise`."""
+"""The command line: `longspan demo`, `methods`, `doctor`."""
 
 from __future__ import annotations
 
