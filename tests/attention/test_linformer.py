@@ -121,3 +121,31 @@ def test_projecting_before_or_after_the_input_matrix_differs_by_the_bias():
     x, w, b, e = (torch.randn(*s, dtype=torch.float64) for s in ((9, 5), (5, 4), (4,), (3, 9)))
     difference = (e @ x) @ w + b - e @ (x @ w + b)
     torch.testing.assert_close(difference, -torch.outer(e.sum(1) - 1, b))
+
+
+@pytest.mark.parametrize("sharing", ["headwise", "key-value"])
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+def test_projecting_first_gives_the_same_output_and_gradients(sharing, masked):
+    options = dict(max_length=30, projected_length=8, sharing=sharing, batch_first=True)
+    plain = longspan.MultiheadAttention(24, 3, "linformer", **options).double()
+    first = longspan.MultiheadAttention(24, 3, "linformer", project_first=True, **options).double()
+    torch.nn.init.normal_(plain.in_proj_bias)  # zero at first, where the order would not matter
+    first.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 20, 24, dtype=torch.float64)
+    mask = torch.arange(20) >= torch.tensor([[20], [13]]) if masked else None
+    ys = [m(x, x, x, key_padding_mask=mask)[0] for m in (plain, first)]
+    torch.testing.assert_close(*ys)
+    grads = [
+        torch.autograd.grad(y.square().sum(), m.parameters())
+        for y, m in zip(ys, (plain, first), strict=True)
+    ]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_projecting_first_wants_shared_linear_projections():
+    for options in (dict(sharing="none"), dict(projection="mean-pool"), dict(conv_kernel=3)):
+        with pytest.raises(ValueError, match="project_first must go with linear projections"):
+            longspan.MultiheadAttention(
+                24, 3, "linformer", max_length=30, project_first=True, **options
+            )

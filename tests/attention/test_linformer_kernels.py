@@ -78,8 +78,10 @@ def test_runs_are_added_up(monkeypatch):
     hidden = k.masked_fill(~mask[:, None, :, None], 0)
     assert relative_error(verbs.project(e, k, mask), e @ hidden) < 1e-5
     y = torch.randn(3, 3, 20, 16, device=DEVICE)
-    assert relative_error(verbs.outer(y, k, mask, True), (y @ hidden.mT).sum((0, 1))) < 1e-5
-    assert relative_error(verbs.outer(y, k, mask, False), (y @ hidden.mT).sum(0)) < 1e-5
+    assert (
+        relative_error(verbs.outer(y, k, mask, True, y.dtype), (y @ hidden.mT).sum((0, 1))) < 1e-5
+    )
+    assert relative_error(verbs.outer(y, k, mask, False, y.dtype), (y @ hidden.mT).sum(0)) < 1e-5
 
 
 @pytest.mark.parametrize("key", verbs.CONFIGS, ids=lambda key: "-".join(map(str, key)))
@@ -96,7 +98,7 @@ def test_every_configuration(key):
     elif verb == "spread":
         actual, expected = verbs.spread(e, y, None, config), e.double().mT @ y.double()
     else:
-        actual = verbs.outer(y, x, None, True, config)
+        actual = verbs.outer(y, x, None, True, torch.float32, config)
         expected = (y.double() @ x.double().mT).sum((0, 1))
     assert relative_error(actual, expected) < (1e-5 if dtype == torch.float32 else 5e-3)
 

@@ -41,7 +41,7 @@ q, k, v = (torch.randn(batch, batch, tokens, channels).to(dtype) for _ in range(
 mask = torch.ones(batch, tokens, dtype=torch.bool) if batch > 1 else None
 if method == "yoso_expectation":
     from longspan.attention.yoso import expectation_triton as verbs
-    y, inverse = verbs.sum_values(verbs.unit_rows(q), verbs.unit_rows(k), v, 8, True)
+    y, inverse = verbs.sum_values(q, verbs.unit_rows(k), v, 8, True, "ieee")
     verbs.gradients(v, q, k, v, y, inverse, 8, True, True, "ieee")
 elif method == "nystrom":
     from longspan.attention.nystrom import kernels

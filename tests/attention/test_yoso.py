@@ -298,22 +298,16 @@ def test_modules_sample_from_exact_below_on(exact_below):
     assert torch.equal(y, longspan.yoso(q, k, v, seed=EVAL_SEED, **SAMPLING))
 
 
-@pytest.mark.parametrize(
-    ("reasons", "on_trial"),
-    [([], False), ([], True), (["no kernel"], False)],
-    ids=["fused", "on-trial", "no-kernel"],
-)
-def test_the_default_of_exact_below_asks_for_a_fused_expectation(monkeypatch, reasons, on_trial):
+@pytest.mark.parametrize("reasons", [[], ["no kernel"]], ids=["fused", "no-kernel"])
+def test_the_default_of_exact_below_asks_for_a_fused_expectation(monkeypatch, reasons):
     q, k, v = qkv(batch=1, heads=1, queries=1, keys=2048)
     module = longspan.YosoAttention(1, **SAMPLING).eval()
     monkeypatch.setattr(api, "why_expectation_not_fused", lambda device: reasons)
-    monkeypatch.setattr(api, "EXPECTATION_ON_TRIAL", on_trial)
     monkeypatch.setattr(api, "yoso_expectation", lambda q, k, v, **options: options)
     expectation = {"key_mask": None, **EXPECTATION}
     assert isinstance(module(q, k, v), torch.Tensor)
     short = module(q, k[:, :, 1:], v[:, :, 1:])
-    sampled = bool(reasons) or on_trial
-    assert isinstance(short, torch.Tensor) if sampled else short == expectation
+    assert isinstance(short, torch.Tensor) if reasons else short == expectation
 
 
 def test_exact_below_is_an_option_of_modules_and_no_state():

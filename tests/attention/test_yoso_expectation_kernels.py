@@ -35,8 +35,7 @@ SHAPES = {
 def both(verbs, q, k, v, g, bits, true, normalize, **configs):
     """Output and gradients of the verbs, called as the ops call them."""
     forward = {"config": configs["forward"]} if configs else {}
-    units = verbs.unit_rows(q), verbs.unit_rows(k)
-    y, inverse = verbs.sum_values(*units, v, bits, normalize, **forward)
+    y, inverse = verbs.sum_values(q, verbs.unit_rows(k), v, bits, normalize, "ieee", **forward)
     backward = {"configs": configs["backward"]} if configs else {}
     grads = verbs.gradients(g, q, k, v, y, inverse, bits, true, normalize, "ieee", **backward)
     return [y, *grads]
@@ -67,7 +66,7 @@ def test_both_passes_are_those_of_the_reference(verbs, device, shape, gradient, 
 @pytest.mark.parametrize("bits", range(1, 17))
 def test_every_power(verbs, device, bits):
     q, k, v = qkv(batch=1, heads=1, queries=9, keys=17, device=device)
-    y, *_ = verbs.sum_values(verbs.unit_rows(q), verbs.unit_rows(k), v, bits, False)
+    y, *_ = verbs.sum_values(q, verbs.unit_rows(k), v, bits, False, "ieee")
     p = reference.collision_probability(unit(q.double()) @ unit(k.double()).mT, bits)
     assert relative_error(y, p @ v.double()) < 2e-6 * bits  # each factor p is rounded
 
@@ -76,7 +75,7 @@ def test_every_power(verbs, device, bits):
 def test_float16_holds_small_probabilities(verbs, device, bits):
     """2^-16 is below float16's normal numbers."""
     q, k, v = qkv(batch=1, heads=1, queries=9, keys=40, dtype=torch.float16, device=device)
-    y, *_ = verbs.sum_values(verbs.unit_rows(q), verbs.unit_rows(k), v, bits, True)
+    y, *_ = verbs.sum_values(q, verbs.unit_rows(k), v, bits, True, "ieee")
     exact, *_ = expected(q, k, v, torch.zeros_like(v[:, :, :9]), bits, "surrogate", True)
     assert relative_error(y, exact) < 1e-3  # float16 rounds to 5e-4
 

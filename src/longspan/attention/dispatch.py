@@ -1,7 +1,6 @@
 """Reference or fused: one decision, with its reasons."""
 
 import functools
-import importlib.util
 from collections.abc import Callable
 
 import torch
@@ -18,15 +17,13 @@ def select(
     reference: Callable,
     fused: Callable | None = None,
     reasons: list[str],
-    on_trial: bool = False,
 ) -> Callable:
     """Return the implementation to call; `reasons` says why `fused` cannot run here.
 
-    `"auto"` takes the fused one where it can run, unless it is on trial: not measured on a GPU yet.
-    An explicit request never falls back.
+    `"auto"` takes the fused one where it can run; an explicit request never falls back.
     """
     checks.choice("impl", impl, IMPLEMENTATIONS)
-    if impl == "reference" or (impl == "auto" and (reasons or on_trial)):
+    if impl == "reference" or (impl == "auto" and reasons):
         return reference
     if reasons:
         raise NotImplementedError(f"impl='fused' cannot run: {'; '.join(reasons)}")
@@ -39,23 +36,29 @@ def no_kernel(name: str, device: torch.device) -> list[str]:
     return [f"{name} has no fused kernel for {device.type} devices"]
 
 
-@functools.cache
-def _has(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-def why_not_triton(name: str, device: torch.device) -> list[str]:
-    """Why a method's Triton kernels cannot run on a device; empty where they can."""
+def why_not_cuda(name: str, device: torch.device) -> list[str]:
+    """Why a method's kernels for NVIDIA GPUs cannot run on a device; empty where they can."""
     if device.type != "cuda":
         return no_kernel(name, device)
+    # Asking takes as long as a launch; a compiler asks once.
+    return (_why_not_cuda if torch.compiler.is_compiling() else _known)(name, device)
+
+
+def _why_not_cuda(name: str, device: torch.device) -> list[str]:
     if not torch.cuda.is_available():
         return [f"{name} needs an NVIDIA GPU, and torch sees none"]
     reasons = []
-    if not _has("triton"):
-        reasons.append(f"{name} needs triton (pip install 'longspan[cuda]')")
+    try:
+        import cuda.core  # noqa: F401
+        import triton  # noqa: F401
+    except ImportError as error:
+        reasons.append(f"{name} needs {error.name} (pip install 'longspan[cuda]')")
     if torch.cuda.get_device_capability(device) < (8, 0):
         reasons.append(f"{name} needs a GPU of compute capability 8.0 or newer")
     return reasons
+
+
+_known = functools.cache(_why_not_cuda)
 
 
 def why_not_these(name: str, q: Tensor, v: Tensor, most: int) -> list[str]:

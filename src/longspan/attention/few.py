@@ -12,11 +12,10 @@ of log₂ e.
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.attention.tiles import LOG2E, arithmetic, load_rows, padded, store_rows
+from longspan.attention.tiles import LOG2E, Kernel, arithmetic, cdiv, load_rows, padded, store_rows
 
 PROGRAMS = 264  # two for each multiprocessor of a large GPU: as many runs as keep it busy
 
@@ -65,7 +64,7 @@ def choose(verb: str, dtype: torch.dtype, *channels: int) -> Config:
     return CONFIGS[verb, dtype.itemsize, max(64, *(padded(n) for n in channels))]
 
 
-@triton.jit
+@Kernel
 def _read_few(
     a, c, e, there, y, lse, heads, many, few, scale, a_b, a_h, a_n,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
@@ -122,16 +121,16 @@ def read_few(
     y = a.new_empty(batch, heads, many, width)
     lse = a.new_empty((batch, heads, many), dtype=torch.float32)
     size = min(config.few, padded(few))
-    _read_few[(triton.cdiv(many, config.many) * batch * heads,)](
+    _read_few[(cdiv(many, config.many) * batch * heads,)](
         a, c, e, a if there is None else there, y, lse, heads, many, few, scale * LOG2E,
         *a.stride()[:3], D=channels, DP=padded(channels), E=width, EP=padded(width),
         MASKED=there is not None, PRECISION=arithmetic(a.dtype), M=config.many, F=size,
-        TILES=triton.cdiv(few, size), num_warps=config.num_warps, num_stages=config.num_stages,
+        TILES=cdiv(few, size), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return y, lse
 
 
-@triton.jit
+@Kernel
 def _read_many(
     a, b, c, mask, y, lse, groups, heads, many, few, run, scale, a_b, a_h, a_n, b_b, b_h, b_n,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
@@ -175,7 +174,7 @@ def _read_many(
     tl.store(lse + row, top + tl.log2(tl.where(blind, 1.0, mass)), mask=f < few)
 
 
-@triton.jit
+@Kernel
 def _merge(
     y, lse, y_out, lse_out, rows, runs,
     E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr,
@@ -213,9 +212,9 @@ def read_many(
     few, width = c.shape[2], b.shape[3]
     config = config or choose("read_many", a.dtype, channels, width)
     size = min(config.few, padded(few))
-    tiles = triton.cdiv(few, size)
+    tiles = cdiv(few, size)
     run = _run(many, batch * heads * tiles, config.many)
-    runs = triton.cdiv(many, run)
+    runs = cdiv(many, run)
     y = a.new_empty((runs, batch, heads, few, width), dtype=torch.float32)
     lse = a.new_empty((runs, batch, heads, few), dtype=torch.float32)
     _read_many[(batch * heads * tiles * runs,)](
@@ -226,7 +225,7 @@ def read_many(
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     y_out, lse_out = torch.empty_like(y[0]), torch.empty_like(lse[0])
-    _merge[(triton.cdiv(lse_out.numel(), 16),)](
+    _merge[(cdiv(lse_out.numel(), 16),)](
         y, lse, y_out, lse_out, lse_out.numel(), runs, E=width, EP=padded(width), R=16, num_warps=4
     )
     return y_out, lse_out
@@ -234,5 +233,5 @@ def read_many(
 
 def _run(many: int, others: int, step: int) -> int:
     """Rows of a run, whole tiles, so that there are enough programs and no run is tiny."""
-    runs = max(1, min(PROGRAMS // max(1, others), triton.cdiv(many, 4 * step)))
-    return step * triton.cdiv(triton.cdiv(many, runs), step)
+    runs = max(1, min(PROGRAMS // max(1, others), cdiv(many, 4 * step)))
+    return step * cdiv(cdiv(many, runs), step)

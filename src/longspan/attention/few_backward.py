@@ -9,15 +9,14 @@ read_many    k     v   q     g          dk     dv    dq          –
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from longspan.attention.few import Config, _run, choose
-from longspan.attention.tiles import LOG2E, arithmetic, load_rows, padded, store_rows
+from longspan.attention.tiles import LOG2E, Kernel, arithmetic, cdiv, load_rows, padded, store_rows
 
 
-@triton.jit
+@Kernel
 def _many_gradients(
     a, b, c, e, y, mask, there, lse, delta, table_a, table_b, segment, da, db,
     heads, many, few, segments, scale, a_b, a_h, a_n, b_b, b_h, b_n,
@@ -106,20 +105,20 @@ def many_gradients(
     size = min(config.few, padded(few))
     some = lambda x: a if x is None else x  # noqa: E731  a pointer that is not followed
     segments = 1 if tables[0] is None else tables[0].shape[2]
-    _many_gradients[(triton.cdiv(many, config.many) * batch * heads,)](
+    _many_gradients[(cdiv(many, config.many) * batch * heads,)](
         a, b, c, e, some(y), some(mask), some(there), lse, some(delta), some(tables[0]),
         some(tables[1]), some(segment), da, db, heads, many, few, segments, float(scale),
         *a.stride()[:3], *b.stride()[:3],
         D=channels, DP=padded(channels), E=width, EP=padded(width), OWN=own,
         MANY_MASKED=mask is not None, FEW_MASKED=there is not None,
         TABLE_A=tables[0] is not None, TABLE_B=tables[1] is not None, GIVEN=segment is not None,
-        PRECISION=arithmetic(a.dtype), M=config.many, F=size, TILES=triton.cdiv(few, size),
+        PRECISION=arithmetic(a.dtype), M=config.many, F=size, TILES=cdiv(few, size),
         LOG2E=LOG2E, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return da, db
 
 
-@triton.jit
+@Kernel
 def _few_gradients(
     a, b, c, e, y, mask, there, lse, delta, dc, de, groups, heads, many, few, run, scale,
     a_b, a_h, a_n, b_b, b_h, b_n,
@@ -193,9 +192,9 @@ def few_gradients(
     config = config or choose("few_gradients", a.dtype, channels, width)
     own = y is not None
     size = min(config.few, padded(few))
-    tiles = triton.cdiv(few, size)
+    tiles = cdiv(few, size)
     run = _run(many, batch * heads * tiles, config.many)
-    runs = triton.cdiv(many, run)
+    runs = cdiv(many, run)
     dc, de = (
         torch.empty(runs, batch, heads, few, n, dtype=torch.float32, device=a.device)
         for n in (channels, width if own else 0)

@@ -23,6 +23,7 @@ class Attention(nn.Module):
     """
 
     function: ClassVar[Callable[..., Tensor]]
+    project_first = False  # whether inputs are shortened before they become keys and values
 
     def __init__(self, num_heads: int, *, conv_kernel: int | None = None, **options: Any) -> None:
         super().__init__()

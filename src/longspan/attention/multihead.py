@@ -65,7 +65,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             dtype=dtype,
         )
         self.method = method
-        self.attention = row.module(num_heads, conv_kernel=conv_kernel, **options)
+        self.attention: Any = row.module(num_heads, conv_kernel=conv_kernel, **options)
         self.attention.to(device=device, dtype=dtype)
         # torch.nn.TransformerEncoderLayer has an inference path that reads the projections and
         # computes softmax itself; this is how a layer tells it to call forward() instead.
@@ -110,12 +110,16 @@ class MultiheadAttention(nn.MultiheadAttention):
             query, key, value = (x[None] for x in (query, key, value))
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        q, k, v = (
-            x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-            for x in self._project(query, key, value)
-        )
         mask = _visible(key_padding_mask, batched)
-        y = self.out_proj(self.attention(q, k, v, key_mask=mask).transpose(1, 2).flatten(2))
+        linears = self._linears()
+        if self.attention.project_first:
+            q = self._heads(F.linear(query, *linears[0]))
+            y = self.attention.attend_inputs(q, key, value, *linears[1:], mask)
+        else:
+            inputs = zip((query, key, value), linears, strict=True)
+            q, k, v = (self._heads(F.linear(x, *linear)) for x, linear in inputs)
+            y = self.attention(q, k, v, key_mask=mask)
+        y = self.out_proj(y.transpose(1, 2).flatten(2))
         if not batched:
             return y[0], None
         return (y if self.batch_first else y.transpose(0, 1)), None
@@ -129,15 +133,18 @@ class MultiheadAttention(nn.MultiheadAttention):
                 raise ValueError(f"{name} must have shape {form}, got {tuple(x.shape)}")
         return query.dim() == 3
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """The input projections, packed in one matrix or one each, as torch stores them."""
+    def _heads(self, x: Tensor) -> Tensor:
+        """(B, N, E) → (B, H, N, D)."""
+        return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+
+    def _linears(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Matrix and bias of query, key and value, as torch stores them: packed, or one each."""
         if self.in_proj_weight is not None:
             weights = self.in_proj_weight.chunk(3)
         else:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        inputs = (query, key, value)
-        return [F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
+        return list(zip(weights, biases, strict=True))
 
 
 def _visible(key_padding_mask: Tensor | None, batched: bool) -> Tensor | None:

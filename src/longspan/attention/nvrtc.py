@@ -8,7 +8,7 @@ import re
 import struct
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +69,33 @@ def _driver() -> Any:
     return driver
 
 
+class Launch:
+    """A loaded kernel, and room for so many arguments: for one thread, which may use it again."""
+
+    def __init__(self, handle: int, arguments: int, shared: int = 0) -> None:
+        self.handle, self.shared = handle, shared
+        self.values = (ctypes.c_int64 * arguments)()
+        start = ctypes.addressof(self.values)
+        self.addresses = (ctypes.c_void_p * arguments)(*range(start, start + 8 * arguments, 8))
+        self.at = ctypes.addressof(self.addresses)
+
+    def __call__(self, grid: int, block: int, stream: int, arguments: Iterable[object]) -> None:
+        """Run it; arguments as in `launcher`."""
+        self.values[:] = [x if type(x) is int else _bits(x) for x in arguments]
+        (error,) = _driver().cuLaunchKernel(
+            self.handle, grid, 1, 1, block, 1, 1, self.shared, stream, self.at, 0
+        )
+        if error:
+            raise RuntimeError(f"a kernel could not be launched: {error.name}")
+
+
 def launcher(source: Path, **defines: object) -> Callable[..., None]:
     """A function (name, grid, block, *arguments) that runs a kernel on the current stream.
 
     Arguments are tensors, None, integers (64 bits wide in the kernel) and floats (32 bits).
     """
     key = tuple(sorted(defines.items()))
-    # By kernel, device and thread: its handle, places of 8 bytes for arguments, their addresses.
-    known: dict[tuple[str, int, int], tuple[int, Any, Any]] = {}
+    known: dict[tuple[str, int, int], Launch] = {}  # by kernel, device and thread
 
     def run(name: str, grid: int, block: int, *arguments: object) -> None:
         # torch.cuda's own functions for these two take longer than the launch.
@@ -85,25 +104,15 @@ def launcher(source: Path, **defines: object) -> Callable[..., None]:
         mine = name, device, threading.get_ident()
         found = known.get(mine)
         if found is None:
-            values = (ctypes.c_int64 * len(arguments))()
-            start = ctypes.addressof(values)
-            places = range(start, start + 8 * len(arguments), 8)
-            addresses = (ctypes.c_void_p * len(arguments))(*places)
             handle = int(_load(source, key, name, device).handle)
-            found = known[mine] = handle, values, addresses
-            _enter(device)
-        handle, values, addresses = found
-        values[:] = [x if type(x) is int else _bits(x) for x in arguments]
-        (error,) = _driver().cuLaunchKernel(
-            handle, grid, 1, 1, block, 1, 1, 0, stream, ctypes.addressof(addresses), 0
-        )
-        if error:
-            raise RuntimeError(f"{source.stem}.{name} could not be launched: {error.name}")
+            found = known[mine] = Launch(handle, len(arguments))
+            enter(device)
+        found(grid, block, stream, arguments)
 
     return run
 
 
-def _enter(device: int) -> None:
+def enter(device: int) -> None:
     """Give a thread that torch started, and that used no kernel yet, the context of the others."""
     driver = _driver()
     _, context = driver.cuCtxGetCurrent()
@@ -113,10 +122,10 @@ def _enter(device: int) -> None:
 
 
 def _bits(x: object) -> int:
-    """The bits of an argument."""
-    if isinstance(x, torch.Tensor):
-        return x.data_ptr()
-    if isinstance(x, float):
+    """The bits of an argument; tensors last, since asking whether it is one takes long."""
+    if type(x) is float:
         return int.from_bytes(struct.pack("<f", x), "little")
-    assert x is None or isinstance(x, int)
-    return int(x or 0)
+    if x is None or isinstance(x, int):
+        return int(x or 0)
+    assert isinstance(x, torch.Tensor)
+    return x.data_ptr()

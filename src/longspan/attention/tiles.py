@@ -4,15 +4,73 @@ A kernel sees x (B, H, N, D) through the pointer to a head and the stride of its
 next to each other and are padded to DP, a power of two, with zeros.
 """
 
+import functools
 import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspan.attention import nvrtc
+
 LOG2E = math.log2(math.e)  # softmaxes are taken in powers of two
 INTERPRETED = triton.knobs.runtime.interpret  # on the CPU, where there is no PTX
+NUMBERS = (int, float)  # asking whether something is a tensor takes longer
+MOST_KNOWN = 1024  # sets of arguments that a kernel remembers
+
+
+class Kernel:
+    """A Triton kernel that remembers what was compiled for which arguments.
+
+    Triton asks itself anew at every launch, which takes longer than the launch. Constants come last
+    in the kernel, and by name in the call.
+    """
+
+    def __init__(self, function: Callable) -> None:
+        self.jit = triton.jit(function)
+        self.known: dict[tuple, Compiled] = {}
+        self.__doc__ = function.__doc__
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        """The kernel with so many programs, to be called with its arguments."""
+        return self.jit[grid] if INTERPRETED else functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int], *arguments: Any, **options: Any) -> None:
+        # Triton's code depends on no more than this; room for arguments is each thread's own.
+        seen = [x if type(x) in NUMBERS else (x.dtype, x.data_ptr() % 16) for x in arguments]
+        key = (threading.get_ident(), arguments[0].device, *seen, *options.items())
+        found = self.known.get(key)
+        if found is not None:
+            found.launch(grid[0], arguments)
+            return
+        compiled = self.jit[grid](*arguments, **options)
+        if len(self.known) >= MOST_KNOWN:
+            self.known.clear()
+        if compiled is not None:
+            self.known[key] = Compiled(compiled, self.jit.arg_names, arguments)
+
+
+class Compiled:
+    """What Triton compiled for some arguments, launched through the driver."""
+
+    def __init__(self, compiled: Any, names: Sequence[str], arguments: Sequence[Any]) -> None:
+        signature, metadata = compiled.src.signature, compiled.metadata
+        assert not metadata.global_scratch_size, "no kernel here asks Triton for memory"
+        # Constants, and integers of one, are part of the code; two pointers to Triton's own memory,
+        # which is none, follow the arguments.
+        self.places = [i for i in range(len(arguments)) if signature[names[i]] != "constexpr"]
+        self.threads = 32 * metadata.num_warps
+        self.run = nvrtc.Launch(compiled.function, len(self.places) + 2, metadata.shared)
+        nvrtc.enter(arguments[0].device.index)
+
+    def launch(self, grid: int, arguments: Sequence[Any]) -> None:
+        """Run it on the current stream."""
+        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        self.run(grid, self.threads, stream, [*[arguments[i] for i in self.places], None, None])
 
 
 @triton.jit
@@ -49,6 +107,27 @@ def through_unit(g, x, inverse):
     return (g - tl.sum(g * u, axis=1)[:, None] * u) * inverse[:, None]
 
 
+@Kernel
+def _add_parts(parts, out, size, runs, N: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    there = at < size
+    total = tl.zeros((N,), tl.float32)
+    for _ in range(runs):
+        total += tl.load(parts + at, mask=there, other=0)
+        parts += size
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=there)
+
+
+def add_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over the first dimension of dense parts, in a dtype."""
+    runs, *shape = parts.shape
+    if runs == 1 and parts.dtype == dtype:
+        return parts[0]
+    out = torch.empty(shape, dtype=dtype, device=parts.device)
+    _add_parts[(cdiv(out.numel(), 1024),)](parts, out, out.numel(), runs, N=1024, num_warps=4)
+    return out
+
+
 def rows(x: Tensor) -> Tensor:
     """x itself where its channels lie next to each other, on 16-byte words if it can, else a copy.
 
@@ -57,9 +136,15 @@ def rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+# Triton's own of these two, which are for kernels too, take microseconds.
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
 def padded(channels: int) -> int:
     """Channels padded to what matrix instructions take."""
-    return max(16, triton.next_power_of_2(channels))
+    return max(16, 1 << (channels - 1).bit_length())
 
 
 def arithmetic(dtype: torch.dtype) -> str:

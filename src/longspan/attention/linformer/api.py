@@ -2,14 +2,17 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from longspan.attention import checks, dispatch
-from longspan.attention.base import exact, own_precision
+from longspan.attention.base import exact, hide, own_precision
 from longspan.attention.linformer import kernels, reference
 from longspan.attention.linformer.projection import KINDS, SequenceProjection
 from longspan.attention.module import Attention
 
 SHARINGS = ("none", "headwise", "key-value", "layerwise")
+
+Linear = tuple[Tensor, Tensor | None]  # a matrix (out, in) and a bias
 
 
 def why_not_fused(device: torch.device) -> list[str]:
@@ -66,7 +69,7 @@ def linformer(
         )
     reasons = why_not_fused(q.device) + kernels.why_not_these(q, v)
     run = dispatch.select(
-        impl, reference=reference.linformer, fused=kernels.linformer, reasons=reasons, on_trial=True
+        impl, reference=reference.linformer, fused=kernels.linformer, reasons=reasons
     )
     return run(q, k, v, key_projection, value_projection, key_mask, scale)
 
@@ -83,6 +86,9 @@ class LinformerAttention(Attention):
             or "layerwise" (one E = F for all layers: give the same `projection` to each).
         projection: "linear", "convolution" or "mean-pool", or a `SequenceProjection` to share.
         scale: factor of the scores, 1/√D by default.
+        project_first: in `MultiheadAttention`, project the inputs along the sequence before W_K and
+            W_V, which then see k rows in place of N: E X W_K + (E 1) bᵀ is E (X W_K + 1 bᵀ). Linear
+            projections that heads share, and no conv_kernel.
         impl: "auto", "fused" or "reference".
         conv_kernel: as in every module, see `Attention`.
     """
@@ -98,11 +104,19 @@ class LinformerAttention(Attention):
         sharing: str = "headwise",
         projection: str | SequenceProjection = "linear",
         scale: float | None = None,
+        project_first: bool = False,
         impl: str = "auto",
         conv_kernel: int | None = None,
     ) -> None:
         super().__init__(num_heads, conv_kernel=conv_kernel, scale=scale, impl=impl)
         checks.choice("sharing", sharing, SHARINGS)
+        kind = projection.kind if isinstance(projection, SequenceProjection) else projection
+        if project_first and (sharing == "none" or kind != "linear" or conv_kernel is not None):
+            raise ValueError(
+                "project_first must go with linear projections that heads share, no conv_kernel, "
+                f"got sharing={sharing!r}, projection={kind!r} and conv_kernel={conv_kernel}"
+            )
+        self.project_first = project_first
         if isinstance(projection, SequenceProjection) != (sharing == "layerwise"):
             raise ValueError(
                 "projection must be a SequenceProjection that all layers share with "
@@ -121,6 +135,31 @@ class LinformerAttention(Attention):
 
         self.key_projection = make()
         self.value_projection = self.key_projection if sharing == "key-value" else make()
+
+    def attend_inputs(
+        self,
+        q: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_linear: Linear,
+        value_linear: Linear,
+        key_mask: Tensor | None,
+    ) -> Tensor:
+        """Attention of q (B, H, Nq, D) over inputs (B, Nk, C), projected before W_K and W_V."""
+        short: list[Tensor] = []
+        for x, (weight, bias), projection in (
+            (key, key_linear, self.key_projection),
+            (value, value_linear, self.value_projection),
+        ):
+            e = projection.matrix(x.shape[1]).to(x.dtype)  # (k, Nk)
+            if key_mask is not None:
+                x = hide(x[:, None], key_mask)[:, 0]
+            y = linear(e @ x, weight)
+            if bias is not None:
+                ones = e.sum(-1) if key_mask is None else key_mask.to(e.dtype) @ e.mT  # (B, k)
+                y = y + ones[..., None] * bias
+            short.append(y.unflatten(2, (self.num_heads, -1)).transpose(1, 2))
+        return exact(q, short[0], short[1], scale=self.options["scale"])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         """Attention over the projected keys and values."""

@@ -13,7 +13,7 @@ MAX_CHANNELS = 256
 
 def why_not(device: torch.device) -> list[str]:
     """Why the kernels cannot run on a device; empty where they can."""
-    return dispatch.why_not_triton("linformer", device)
+    return dispatch.why_not_cuda("linformer", device)
 
 
 def why_not_these(q: Tensor, v: Tensor) -> list[str]:
@@ -187,12 +187,12 @@ def backward(
     short = q, g, short_k, short_v, lse, scale
     dq, _ = few_backward.many_gradients(*short, y=y)
     parts = few_backward.few_gradients(*short, y=y)
-    short_dk, short_dv = (x.sum(0).to(dtype) for x in parts)
+    short_dk, short_dv = (tiles.add_parts(x, dtype) for x in parts)
     dk, dv = (
         verbs.spread(tiles.rows(p.to(dtype)), x, mask) for p, x in ((e, short_dk), (f, short_dv))
     )
     de, df = (p.new_empty(0) for p in (e, f))
     if learned:
-        de = verbs.outer(short_dk, k, mask, e.dim() == 2).to(e.dtype)
-        df = verbs.outer(short_dv, v, mask, f.dim() == 2).to(f.dtype)
+        de = verbs.outer(short_dk, k, mask, e.dim() == 2, e.dtype)
+        df = verbs.outer(short_dv, v, mask, f.dim() == 2, f.dtype)
     return dq, dk, dv, de, df

@@ -14,7 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.attention.tiles import arithmetic, load_rows, padded, store_rows
+from longspan.attention.tiles import (
+    Kernel,
+    add_parts,
+    arithmetic,
+    cdiv,
+    load_rows,
+    padded,
+    store_rows,
+)
 
 PROGRAMS = 528  # four for each multiprocessor of a large GPU
 
@@ -64,7 +72,7 @@ def _columns(p, row, rows, token, tokens, stride):
     return tl.load(p + row.to(tl.int64)[:, None] * stride + token[None, :], mask=there, other=0)
 
 
-@triton.jit
+@Kernel
 def _project(
     p, x, mask, out, groups, heads, rows, tokens, run, p_h, p_k, x_b, x_h, x_n,
     MASKED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr,
@@ -101,10 +109,10 @@ def project(p: Tensor, x: Tensor, mask: Tensor | None, config: Config | None = N
     batch, heads, tokens, channels = x.shape
     rows = p.shape[-2]
     config = config or choose("project", x)
-    tiles = triton.cdiv(rows, config.rows)
+    tiles = cdiv(rows, config.rows)
     runs = max(1, min(PROGRAMS // (batch * heads * tiles), tokens // (8 * config.tokens)))
-    run = config.tokens * triton.cdiv(triton.cdiv(tokens, runs), config.tokens)
-    runs = triton.cdiv(tokens, run)
+    run = config.tokens * cdiv(cdiv(tokens, runs), config.tokens)
+    runs = cdiv(tokens, run)
     dtype = x.dtype if runs == 1 else torch.float32
     out = x.new_empty((runs, batch, heads, rows, channels), dtype=dtype)
     _project[(batch * heads * tiles * runs,)](
@@ -113,10 +121,10 @@ def project(p: Tensor, x: Tensor, mask: Tensor | None, config: Config | None = N
         PRECISION=arithmetic(x.dtype), R=config.rows, T=config.tokens,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    return out[0] if runs == 1 else out.sum(0).to(x.dtype)
+    return add_parts(out, x.dtype)
 
 
-@triton.jit
+@Kernel
 def _spread(
     p, y, mask, out, heads, rows, tokens, p_h, p_k,
     MASKED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr,
@@ -147,7 +155,7 @@ def spread(p: Tensor, y: Tensor, mask: Tensor | None, config: Config | None = No
     tokens = p.shape[-1]
     config = config or choose("spread", y)
     out = y.new_empty(batch, heads, tokens, channels)
-    _spread[(triton.cdiv(tokens, config.tokens) * batch * heads,)](
+    _spread[(cdiv(tokens, config.tokens) * batch * heads,)](
         p, y, y if mask is None else mask, out, heads, rows, tokens, *_strides(p),
         MASKED=mask is not None, D=channels, DP=padded(channels), PRECISION=arithmetic(y.dtype),
         R=config.rows, T=config.tokens,
@@ -156,7 +164,7 @@ def spread(p: Tensor, y: Tensor, mask: Tensor | None, config: Config | None = No
     return out
 
 
-@triton.jit
+@Kernel
 def _outer(
     y, x, mask, out, heads, owners, members, rows, tokens, run, y_g, x_b, x_h, x_n,
     SHARED: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
@@ -186,17 +194,18 @@ def _outer(
 
 
 def outer(
-    y: Tensor, x: Tensor, mask: Tensor | None, shared: bool, config: Config | None = None
-) -> Tensor:
-    """Σ y xᵀ over the batch, and over the heads if they share it: (k, N) or (H, k, N), float32."""
+    y: Tensor, x: Tensor, mask: Tensor | None, shared: bool, dtype: torch.dtype,
+    config: Config | None = None,
+) -> Tensor:  # fmt: skip
+    """Σ y xᵀ over the batch, and over the heads if they share it: (k, N) or (H, k, N), in dtype."""
     batch, heads, tokens, channels = x.shape
     rows = y.shape[2]
     config = config or choose("outer", x)
     owners, members = (1, batch * heads) if shared else (heads, batch)
-    programs = triton.cdiv(rows, config.rows) * triton.cdiv(tokens, config.tokens) * owners
-    runs = max(1, min(PROGRAMS // 2 // programs, triton.cdiv(members, 4)))
-    run = triton.cdiv(members, runs)
-    runs = triton.cdiv(members, run)
+    programs = cdiv(rows, config.rows) * cdiv(tokens, config.tokens) * owners
+    runs = max(1, min(PROGRAMS // 2 // programs, cdiv(members, 4)))
+    run = cdiv(members, runs)
+    runs = cdiv(members, run)
     out = x.new_empty((runs, owners, rows, tokens), dtype=torch.float32)
     _outer[(programs * runs,)](
         y, x, x if mask is None else mask, out, heads, owners, members, rows, tokens, run,
@@ -205,7 +214,7 @@ def outer(
         R=config.rows, T=config.tokens,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    total = out[0] if runs == 1 else out.sum(0)
+    total = add_parts(out, dtype)
     return total[0] if shared else total
 
 

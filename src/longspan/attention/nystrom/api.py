@@ -58,9 +58,7 @@ def nystrom(
     checks.choice("init", init, INITS)
     checks.scale(scale)
     reasons = why_not_fused(q.device) + kernels.why_not_these(q, v, num_landmarks)
-    run = dispatch.select(
-        impl, reference=reference.nystrom, fused=kernels.nystrom, reasons=reasons, on_trial=True
-    )
+    run = dispatch.select(impl, reference=reference.nystrom, fused=kernels.nystrom, reasons=reasons)
     return run(q, k, v, key_mask, num_landmarks, num_iterations, init, scale)
 
 

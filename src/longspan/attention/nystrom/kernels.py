@@ -22,7 +22,7 @@ MAX_LANDMARKS = 512
 
 def why_not(device: torch.device) -> list[str]:
     """Why the kernels cannot run on a device; empty where they can."""
-    return dispatch.why_not_triton("nystrom", device)
+    return dispatch.why_not_cuda("nystrom", device)
 
 
 def why_not_these(q: Tensor, v: Tensor, num_landmarks: int) -> list[str]:
@@ -298,7 +298,8 @@ def backward(
         )
     few_side = k, v, q_means, dbv, b_lse, scale
     dq_parts, _ = few_backward.few_gradients(*few_side, delta=delta, mask=by_key.mask)
-    table_q = (dq_means + dq_parts.sum(0)) / _sizes(by_query, q.shape[2], landmarks, q.device)
+    dq_sum = tiles.add_parts(dq_parts, dq_parts.dtype)
+    table_q = (dq_means + dq_sum) / _sizes(by_query, q.shape[2], landmarks, q.device)
     dk, dv = few_backward.many_gradients(
         *few_side, delta=delta, mask=by_key.mask, segment=by_key.segment,
         tables=(table_k, None if by_key.bounds is None else table_v),
@@ -310,10 +311,12 @@ def backward(
     return dq, dk, dv
 
 
-def _sizes(cut: Segments, tokens: int, few: int, device: Any) -> Tensor:
+def _sizes(cut: Segments, tokens: int, few: int, device: Any) -> Tensor | int:
     """Tokens of each segment, at least one, against (B, H, F, D)."""
     if cut.sizes is not None:
         return cut.sizes.clamp(min=1)[:, None, :, None]
+    if tokens % few == 0:
+        return tokens // few
     edges = (torch.arange(few + 1, device=device) * tokens + few - 1) // few
     return edges.diff()[:, None]
 
@@ -347,7 +350,7 @@ def _solve_backward(
     dw: Tensor,
     dk_means: Tensor,
     cut: list[Segments],
-    key_sizes: Tensor,
+    key_sizes: Tensor | int,
     num_iterations: int,
     original: bool,
     scale: float,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.attention.tiles import LOG2E, arithmetic, load_rows, padded, store_rows
+from longspan.attention.tiles import LOG2E, Kernel, arithmetic, cdiv, load_rows, padded, store_rows
 
 MAX_LANDMARKS = 128  # products of more are left to torch, which spreads them over the GPU
 PROGRAMS = 264  # heads at a time, each with its scratch
@@ -26,7 +26,7 @@ def _sizes(length, j, few):
     return ((j + 1) * length + few - 1) // few - (j * length + few - 1) // few
 
 
-@triton.jit
+@Kernel
 def _segment_means(
     x, mask, first, last, length, out, heads, tokens, few, stride_b, stride_h, stride_n,
     MASKED: tl.constexpr, UNEVEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
@@ -64,7 +64,7 @@ def segment_means(
     """
     batch, heads, tokens, channels = x.shape
     out = torch.empty(batch, heads, few, channels, dtype=torch.float32, device=x.device)
-    size = min(max(16, triton.next_power_of_2(triton.cdiv(tokens, few))), 64)
+    size = min(padded(cdiv(tokens, few)), 64)
     _segment_means[(batch * heads * few,)](
         x, x if mask is None else mask, *(bounds or (x, x, x)), out, heads, tokens, few,
         *x.stride()[:3], MASKED=mask is not None, UNEVEN=bounds is not None,
@@ -176,7 +176,7 @@ def _step(
     _product(x, m2, m3, -1.0, 13.0, x, 0.0, few, False, False, False, F, K, PRECISION)
 
 
-@triton.jit
+@Kernel
 def _norms(
     q, k, q_length, k_length, scratch, out, groups, heads, few, scale, UNEVEN: tl.constexpr,
     D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
@@ -192,7 +192,7 @@ def _norms(
         tl.store(out + bh, _norm(a))
 
 
-@triton.jit
+@Kernel
 def _solve(
     q, k, bv, v, q_length, k_length, first, norms, scratch, out, groups, heads, few, scale,
     v_b, v_h, v_n, GIVEN: tl.constexpr, UNEVEN: tl.constexpr, STEPS: tl.constexpr,
@@ -226,7 +226,7 @@ def _solve(
         store_rows(out + bh * few * E, f, E, f < few, result, E, EP)
 
 
-@triton.jit
+@Kernel
 def _unroll(
     q, k, bv, dw, q_length, k_length, norms, scratch, g, dbv, delta, da, dnorm, table_v,
     groups, heads, few, runs, scale,
@@ -296,7 +296,7 @@ def _unroll(
         tl.store(dnorm + bh, -tl.sum(tl.sum(start * p, axis=1), axis=0) / (norm * norm))
 
 
-@triton.jit
+@Kernel
 def _landmark_gradients(
     q, k, da, dnorm, dk, q_length, k_length, scratch, dq, table_k,
     groups, heads, few, runs, keys, scale, UNEVEN: tl.constexpr, DP: tl.constexpr,

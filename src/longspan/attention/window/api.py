@@ -44,9 +44,7 @@ def window(
     checks.integer("window", window, 0)
     checks.scale(scale)
     reasons = why_not_fused(q.device) + kernels.why_not_these(q, v)
-    run = dispatch.select(
-        impl, reference=reference.window, fused=kernels.window, reasons=reasons, on_trial=True
-    )
+    run = dispatch.select(impl, reference=reference.window, fused=kernels.window, reasons=reasons)
     return run(q, k, v, key_mask, window, scale)
 
 

@@ -14,7 +14,7 @@ WIDEST = 1 << 24  # wider than any sequence: places stay within 32 bits
 
 def why_not(device: torch.device) -> list[str]:
     """Why the kernels cannot run on a device; empty where they can."""
-    return dispatch.why_not_triton("window", device)
+    return dispatch.why_not_cuda("window", device)
 
 
 def why_not_these(q: Tensor, v: Tensor) -> list[str]:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.attention.tiles import LOG2E, arithmetic, load_rows, padded, store_rows
+from longspan.attention.tiles import LOG2E, Kernel, arithmetic, cdiv, load_rows, padded, store_rows
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def _reach(first, window, others, SIZE: tl.constexpr, STEP: tl.constexpr):
     return begin, end
 
 
-@triton.jit
+@Kernel
 def _attend(
     q, k, v, mask, y, lse, heads, queries, keys, window, scale,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
@@ -114,7 +114,7 @@ def attend(
     config = config or choose("forward", v.dtype, channels, width)
     y = v.new_empty(batch, heads, queries, width)
     lse = v.new_empty((batch, heads, queries), dtype=torch.float32)
-    _attend[(triton.cdiv(queries, config.queries) * batch * heads,)](
+    _attend[(cdiv(queries, config.queries) * batch * heads,)](
         q, k, v, v if mask is None else mask, y, lse, heads, queries, keys, window, scale * LOG2E,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         D=channels, DP=padded(channels), E=width, EP=padded(width), MASKED=mask is not None,
@@ -124,7 +124,7 @@ def attend(
     return y, lse
 
 
-@triton.jit
+@Kernel
 def _query_gradients(
     q, k, v, g, mask, y, lse, delta, dq, heads, queries, keys, window, scale,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
@@ -168,7 +168,7 @@ def _query_gradients(
     store_rows(dq, row, D, there, total * scale, D, DP)
 
 
-@triton.jit
+@Kernel
 def _key_gradients(
     q, k, v, g, mask, lse, delta, dk, dv, heads, queries, keys, window, scale,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
@@ -231,12 +231,12 @@ def gradients(
         D=channels, DP=padded(channels), E=width, EP=padded(width), MASKED=mask is not None,
         PRECISION=arithmetic(v.dtype), LOG2E=LOG2E,
     )  # fmt: skip
-    _query_gradients[(triton.cdiv(queries, by_query.queries) * batch * heads,)](
+    _query_gradients[(cdiv(queries, by_query.queries) * batch * heads,)](
         q, k, v, g, some, y, lse, delta, dq, *sizes, *strides, **shared,
         M=by_query.queries, N=by_query.keys,
         num_warps=by_query.num_warps, num_stages=by_query.num_stages,
     )  # fmt: skip
-    _key_gradients[(triton.cdiv(keys, by_key.keys) * batch * heads,)](
+    _key_gradients[(cdiv(keys, by_key.keys) * batch * heads,)](
         q, k, v, g, some, lse, delta, dk, dv, *sizes, *strides, **shared,
         M=by_key.queries, N=by_key.keys,
         num_warps=by_key.num_warps, num_stages=by_key.num_stages,

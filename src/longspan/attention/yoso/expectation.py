@@ -10,11 +10,12 @@ from longspan.attention import dispatch, ops
 from longspan.attention.base import hide
 
 MAX_CHANNELS = 256
+NARROW = 32
 
 
 def why_not(device: torch.device) -> list[str]:
     """Why the kernels cannot run on a device; empty where they can."""
-    return dispatch.why_not_triton("yoso_expectation", device)
+    return dispatch.why_not_cuda("yoso_expectation", device)
 
 
 def why_not_these(q: Tensor, v: Tensor) -> list[str]:
@@ -66,9 +67,18 @@ def yoso_expectation_forward(
     from longspan.attention import tiles
     from longspan.attention.yoso import expectation_triton as verbs
 
+    dtype = v.dtype
+    wide = torch.float32 if _is_narrow(q) else dtype
     with ops.on(q.device):
-        q, k, v = (tiles.rows(x) for x in (q, k, v))
-        return verbs.sum_values(verbs.unit_rows(q), verbs.unit_rows(k), v, hash_bits, normalize)
+        q, k, v = (tiles.rows(x.to(wide)) for x in (q, k, v))
+        precision = tiles.arithmetic(dtype)
+        y, inverse = verbs.sum_values(q, verbs.unit_rows(k), v, hash_bits, normalize, precision)
+    return y.to(dtype), inverse
+
+
+def _is_narrow(q: Tensor) -> bool:
+    """Whether bfloat16 rows have so few channels that their rounding does not average out."""
+    return q.dtype == torch.bfloat16 and q.shape[3] < NARROW
 
 
 @ops.fake(yoso_expectation_forward)
@@ -95,7 +105,7 @@ def yoso_expectation_backward(
 
     dtype = v.dtype
     # float16 has not the range for gradients divided by norms.
-    wide = torch.float32 if dtype == torch.float16 else dtype
+    wide = torch.float32 if dtype == torch.float16 or _is_narrow(q) else dtype
     with ops.on(q.device):
         q, k, v = (tiles.rows(x.to(wide)) for x in (q, k, v))
         g, y = g.contiguous().to(wide), y.to(wide)

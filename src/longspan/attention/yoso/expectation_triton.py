@@ -2,13 +2,11 @@
 
 No matrix of pairs is kept, and none needs a running maximum: p is at most 1. With x the cosine
 and u = √((1 − x)/2), p = (2/π) arccos(u), whose square is analytic on 0 ≤ u ≤ 1: one square root
-and a short polynomial give p², and multiplications p^τ. Queries and keys are unit vectors in their
-own dtype, as the reference has them; what rounding did to their lengths is undone in the cosine,
-since near 1 the angle is its square root.
+and a short polynomial give p², multiplications p^τ. Rows that a program owns are taken as given,
+those it meets as unit vectors in their own dtype.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -17,7 +15,8 @@ from torch import Tensor
 
 from longspan.attention.tiles import (
     INTERPRETED,
-    arithmetic,
+    Kernel,
+    cdiv,
     inverse_length,
     load_rows,
     padded,
@@ -44,13 +43,13 @@ CONFIGS: dict[tuple[str, int, int], Config] = {
     ("forward", 4, 64): Config(32, 32, 4, 1),
     ("forward", 4, 128): Config(16, 32, 4, 1),
     ("forward", 4, 256): Config(16, 16, 4, 1),
-    ("queries", 2, 64): Config(128, 64, 8, 2),
+    ("queries", 2, 64): Config(64, 64, 4, 3),
     ("queries", 2, 128): Config(64, 64, 4, 2),
     ("queries", 2, 256): Config(64, 32, 8, 1),
     ("queries", 4, 64): Config(32, 32, 4, 1),
     ("queries", 4, 128): Config(16, 32, 4, 1),
     ("queries", 4, 256): Config(16, 16, 4, 1),
-    ("keys", 2, 64): Config(64, 128, 8, 2),
+    ("keys", 2, 64): Config(128, 64, 4, 2),
     ("keys", 2, 128): Config(32, 128, 8, 2),
     ("keys", 2, 256): Config(32, 64, 8, 1),
     ("keys", 4, 64): Config(32, 32, 4, 1),
@@ -75,12 +74,13 @@ def _square_root(x, FTZ: tl.constexpr):
 
 
 @triton.jit
-def _probability(v, BITS: tl.constexpr, DEGREE: tl.constexpr, LIFT: tl.constexpr,
+def _probability(half, BITS: tl.constexpr, DEGREE: tl.constexpr, LIFT: tl.constexpr,
                  TRUE: tl.constexpr, FTZ: tl.constexpr):  # fmt: skip
-    """From v = u², (LIFT · p²)^(τ/2), and what the gradient multiplies it by: over τ, or τ/2.
+    """(LIFT · p²)^(τ/2) from half the cosine, and what the gradient multiplies it by, over τ.
 
     The polynomials fit p²/(1 − u) with the least relative error: 1.2e-4, 2.1e-6 and 7e-9.
     """
+    v = tl.abs(0.5 - half)  # rounding takes cosines past 1
     u = _square_root(v, FTZ)
     if DEGREE == 3:
         r = ((-0.0282089912 * u + 0.107884368) * u - 0.26908355) * u + 0.999881974
@@ -119,52 +119,34 @@ def _probability(v, BITS: tl.constexpr, DEGREE: tl.constexpr, LIFT: tl.constexpr
     return power, weight
 
 
-@triton.jit
-def _half_angle(score, fix, half_fix):
-    """(1 − x)/2 for rows and columns whose lengths are 1/fix and 1/(2 half_fix)."""
-    return tl.abs(0.5 - score * half_fix * fix)  # rounding takes cosines past 1
-
-
-@triton.jit
+@Kernel
 def _unit_rows(
-    x, out, inverse, fix, rows, tokens, heads, stride_b, stride_h, stride_n,
+    x, out, rows, tokens, heads, stride_b, stride_h, stride_n,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     bh = row // tokens
     at = bh // heads * stride_b + bh % heads * stride_h + row % tokens * stride_n
     value = load_rows(x, at, 1, row < rows, D, DP)
-    scale = inverse_length(value)
-    tl.store(inverse + row, scale, mask=row < rows)
-    unit = (value.to(tl.float32) * scale[:, None]).to(value.dtype)
-    tl.store(fix + row, inverse_length(unit), mask=row < rows)
+    unit = value.to(tl.float32) * inverse_length(value)[:, None]
     store_rows(out, row, D, row < rows, unit, D, DP)
 
 
-class Units(NamedTuple):
-    """Rows as unit vectors."""
-
-    rows: Tensor  # (B, H, N, D), zero for zero rows
-    inverse: Tensor  # (B, H, N): 1/norm before; zero for zero rows
-    fix: Tensor  # (B, H, N): 1/norm after, close to one
-
-
-def unit_rows(x: Tensor) -> Units:
-    """The unit vectors of the rows of x (B, H, N, D), in its dtype."""
+def unit_rows(x: Tensor) -> Tensor:
+    """Unit vectors of the rows of x (B, H, N, D), dense; zero rows stay zero."""
     batch, heads, tokens, channels = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    inverse, fix = torch.empty(2, batch, heads, tokens, dtype=torch.float32, device=x.device)
-    size = max(16, 4096 // padded(channels))
-    _unit_rows[(triton.cdiv(inverse.numel(), size),)](
-        x, out, inverse, fix, inverse.numel(), tokens, heads, *x.stride()[:3],
+    rows, size = batch * heads * tokens, max(16, 4096 // padded(channels))
+    _unit_rows[(cdiv(rows, size),)](
+        x, out, rows, tokens, heads, *x.stride()[:3],
         D=channels, DP=padded(channels), ROWS=size, num_warps=4,
     )  # fmt: skip
-    return Units(out, inverse, fix)
+    return out
 
 
-@triton.jit
+@Kernel
 def _sum_values(
-    q, q_fix, k, k_fix, v, y, y_inverse, heads, queries, keys, v_b, v_h, v_n,
+    q, k, v, y, y_inverse, heads, queries, keys, q_b, q_h, q_n, v_b, v_h, v_n,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
     BITS: tl.constexpr, DEGREE: tl.constexpr, LIFT: tl.constexpr, SHRINK: tl.constexpr,
     NORMALIZE: tl.constexpr, FTZ: tl.constexpr, PRECISION: tl.constexpr,
@@ -175,78 +157,81 @@ def _sum_values(
     bh = (tl.program_id(0) // blocks).to(tl.int64)
     first = tl.program_id(0) % blocks * M
     m, n = tl.arange(0, M), tl.arange(0, N)
+    q += bh // heads * q_b + bh % heads * q_h + first.to(tl.int64) * q_n
     k += bh * keys * D
-    k_fix += bh * keys
     v += bh // heads * v_b + bh % heads * v_h
     there = first + m < queries
     row = bh * queries + first + m
-    query = load_rows(q, row, D, there, D, DP)
-    fix = tl.load(q_fix + row, mask=there, other=0)[:, None]
+    query = load_rows(q, m, q_n, there, D, DP)
+    half = 0.5 * inverse_length(query)[:, None]
     total = tl.zeros((M, EP), tl.float32)
     for start in range(0, keys, N):
         seen = start + n < keys
         key = load_rows(k, n, D, seen, D, DP)
-        half_fix = 0.5 * tl.load(k_fix + start + n, mask=seen, other=0)[None, :]
         score = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        p, _ = _probability(_half_angle(score, fix, half_fix), BITS, DEGREE, LIFT, False, FTZ)
+        p, _ = _probability(score * half, BITS, DEGREE, LIFT, False, FTZ)
         # A key that is not there has a value of zero.
         value = load_rows(v, n, v_n, seen, E, EP)
         total = tl.dot(p.to(value.dtype), value, total, input_precision=PRECISION)
         k += N * D
         v += N * v_n
     if NORMALIZE:
-        inverse = inverse_length(total)
-        total *= inverse[:, None]
-        tl.store(y_inverse + row, inverse / SHRINK, mask=there)
+        shrink = inverse_length(total)
+        total *= shrink[:, None]
+        tl.store(y_inverse + row, shrink / SHRINK, mask=there)
     else:
         total *= SHRINK
     store_rows(y, row, E, there, total, E, EP)
 
 
 def sum_values(
-    q: Units, k: Units, v: Tensor, hash_bits: int, normalize: bool, config: Config | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hash_bits: int,
+    normalize: bool,
+    precision: str,
+    config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output (B, H, Nq, Dv), and 1/norm (B, H, Nq) of its rows before scaling."""
-    batch, heads, queries, channels = q.rows.shape
+    """Output (B, H, Nq, Dv) for unit vectors k, and 1/norm (B, H, Nq) of its rows as summed."""
+    batch, heads, queries, channels = q.shape
     keys, width = v.shape[2:]
     config = config or choose("forward", v.dtype, channels, width)
     y = v.new_empty(batch, heads, queries, width)
     y_inverse = v.new_empty((batch, heads, queries), dtype=torch.float32)
     # float16 has not the range for p^τ: lifted by 2^(τ − 1), a right angle counts 1/2.
     lift = hash_bits - 1 if v.dtype == torch.float16 else 0
-    _sum_values[(triton.cdiv(queries, config.queries) * batch * heads,)](
-        q.rows, q.fix, k.rows, k.fix, v, y, y_inverse, heads, queries, keys, *v.stride()[:3],
+    _sum_values[(cdiv(queries, config.queries) * batch * heads,)](
+        q, k, v, y, y_inverse, heads, queries, keys, *q.stride()[:3], *v.stride()[:3],
         D=channels, DP=padded(channels), E=width, EP=padded(width), BITS=hash_bits,
         DEGREE=_degree(v.dtype), LIFT=2.0 ** (2 * lift / hash_bits), SHRINK=2.0**-lift,
-        NORMALIZE=normalize, FTZ=not INTERPRETED, PRECISION=arithmetic(v.dtype),
+        NORMALIZE=normalize, FTZ=not INTERPRETED, PRECISION=precision,
         M=config.queries, N=config.keys, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return y, y_inverse
 
 
-@triton.jit
+@Kernel
 def _query_gradients(
-    q, q_fix, k, k_fix, v, g, y, y_inverse, x, x_inverse, inner, dq, heads, queries, keys,
-    x_b, x_h, x_n, v_b, v_h, v_n,
+    q, k, v, g, y, y_inverse, inner, dq, heads, queries, keys,
+    q_b, q_h, q_n, v_b, v_h, v_n,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
     BITS: tl.constexpr, DEGREE: tl.constexpr, TRUE: tl.constexpr, NORMALIZE: tl.constexpr,
     FTZ: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """M rows of dQ, and of the gradient inside the output's norm, for the keys' pass.
-
-    q and k are unit vectors, x the queries as given, with 1/norm.
-    """
+    """M rows of dQ, and of the gradient inside the output's norm, for the keys' pass."""
     blocks = tl.cdiv(queries, M)
     bh = (tl.program_id(0) // blocks).to(tl.int64)
     first = tl.program_id(0) % blocks * M
     m, n = tl.arange(0, M), tl.arange(0, N)
+    q += bh // heads * q_b + bh % heads * q_h + first.to(tl.int64) * q_n
     k += bh * keys * D
-    k_fix += bh * keys
     v += bh // heads * v_b + bh % heads * v_h
     there = first + m < queries
     row = bh * queries + first + m
-    query = load_rows(q, row, D, there, D, DP)
-    fix = tl.load(q_fix + row, mask=there, other=0)[:, None]
+    query = load_rows(q, m, q_n, there, D, DP)
+    length = inverse_length(query)
+    half = 0.5 * length[:, None]
     grad = load_rows(g, row, E, there, E, EP)
     if NORMALIZE:
         outer = grad.to(tl.float32)
@@ -259,46 +244,39 @@ def _query_gradients(
     for start in range(0, keys, N):
         seen = start + n < keys
         key = load_rows(k, n, D, seen, D, DP)
-        half_fix = 0.5 * tl.load(k_fix + start + n, mask=seen, other=0)[None, :]
         score = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         value = load_rows(v, n, v_n, seen, E, EP)
         inside = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
-        p, weight = _probability(_half_angle(score, fix, half_fix), BITS, DEGREE, 1, TRUE, FTZ)
+        p, weight = _probability(score * half, BITS, DEGREE, 1, TRUE, FTZ)
         w = p * inside * weight
         total = tl.dot(w.to(key.dtype), key, total, input_precision=PRECISION)
         k += N * D
         v += N * v_n
-    x += bh // heads * x_b + bh % heads * x_h + first.to(tl.int64) * x_n
-    given = load_rows(x, m, x_n, there, D, DP)
-    inverse = tl.load(x_inverse + row, mask=there, other=0)
     total *= BITS if TRUE else BITS / 2
-    store_rows(dq, row, D, there, through_unit(total, given, inverse), D, DP)
+    store_rows(dq, row, D, there, through_unit(total, query, length), D, DP)
 
 
-@triton.jit
+@Kernel
 def _key_gradients(
-    q, q_fix, k, k_fix, v, inner, x, x_inverse, dk, dv, heads, queries, keys,
-    x_b, x_h, x_n, v_b, v_h, v_n,
+    q, k, v, inner, dk, dv, heads, queries, keys, k_b, k_h, k_n, v_b, v_h, v_n,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
     BITS: tl.constexpr, DEGREE: tl.constexpr, TRUE: tl.constexpr,
     FTZ: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """N rows of dK and dV: tiles are transposed, so that products take them from registers.
-
-    q and k are unit vectors, x the keys as given, with 1/norm.
-    """
+    """N rows of dK and dV: tiles are transposed, so that products take them from registers."""
     blocks = tl.cdiv(keys, N)
     bh = (tl.program_id(0) // blocks).to(tl.int64)
     first = tl.program_id(0) % blocks * N
     m, n = tl.arange(0, M), tl.arange(0, N)
     q += bh * queries * D
-    q_fix += bh * queries
+    k += bh // heads * k_b + bh % heads * k_h + first.to(tl.int64) * k_n
     v += bh // heads * v_b + bh % heads * v_h + first.to(tl.int64) * v_n
     inner += bh * queries * E
     there = first + n < keys
     row = bh * keys + first + n
-    key = load_rows(k, row, D, there, D, DP)
-    fix = tl.load(k_fix + row, mask=there, other=0)[:, None]
+    key = load_rows(k, n, k_n, there, D, DP)
+    length = inverse_length(key)
+    half = 0.5 * length[:, None]
     value = load_rows(v, n, v_n, there, E, EP)
     to_key = tl.zeros((N, DP), tl.float32)
     to_value = tl.zeros((N, EP), tl.float32)
@@ -306,20 +284,16 @@ def _key_gradients(
         seen = start + m < queries
         query = load_rows(q, m, D, seen, D, DP)
         grad = load_rows(inner, m, E, seen, E, EP)
-        half_fix = 0.5 * tl.load(q_fix + start + m, mask=seen, other=0)[None, :]
         score = tl.dot(key, tl.trans(query), input_precision=PRECISION)
         inside = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
-        p, weight = _probability(_half_angle(score, fix, half_fix), BITS, DEGREE, 1, TRUE, FTZ)
+        p, weight = _probability(score * half, BITS, DEGREE, 1, TRUE, FTZ)
         to_value = tl.dot(p.to(grad.dtype), grad, to_value, input_precision=PRECISION)
         w = p * inside * weight
         to_key = tl.dot(w.to(query.dtype), query, to_key, input_precision=PRECISION)
         q += M * D
         inner += M * E
-    x += bh // heads * x_b + bh % heads * x_h + first.to(tl.int64) * x_n
-    given = load_rows(x, n, x_n, there, D, DP)
-    inverse = tl.load(x_inverse + row, mask=there, other=0)
     to_key *= BITS if TRUE else BITS / 2
-    store_rows(dk, row, D, there, through_unit(to_key, given, inverse), D, DP)
+    store_rows(dk, row, D, there, through_unit(to_key, key, length), D, DP)
     store_rows(dv, row, E, there, to_value, E, EP)
 
 
@@ -335,20 +309,18 @@ def gradients(
     )
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     inner = torch.empty_like(g) if normalize else g
-    q_unit, k_unit = unit_rows(q), unit_rows(k)
-    units = q_unit.rows, q_unit.fix, k_unit.rows, k_unit.fix
     shared = dict(
         D=channels, DP=padded(channels), E=width, EP=padded(width), BITS=hash_bits,
         DEGREE=_degree(v.dtype), TRUE=true, FTZ=not INTERPRETED, PRECISION=precision,
     )  # fmt: skip
-    _query_gradients[(triton.cdiv(queries, by_query.queries) * batch * heads,)](
-        *units, v, g, y, y_inverse, q, q_unit.inverse, inner, dq, heads, queries, keys,
+    _query_gradients[(cdiv(queries, by_query.queries) * batch * heads,)](
+        q, unit_rows(k), v, g, y, y_inverse, inner, dq, heads, queries, keys,
         *q.stride()[:3], *v.stride()[:3], **shared, NORMALIZE=normalize,
         M=by_query.queries, N=by_query.keys,
         num_warps=by_query.num_warps, num_stages=by_query.num_stages,
     )  # fmt: skip
-    _key_gradients[(triton.cdiv(keys, by_key.keys) * batch * heads,)](
-        *units, v, inner, k, k_unit.inverse, dk, dv, heads, queries, keys,
+    _key_gradients[(cdiv(keys, by_key.keys) * batch * heads,)](
+        unit_rows(q), k, v, inner, dk, dv, heads, queries, keys,
         *k.stride()[:3], *v.stride()[:3], **shared, M=by_key.queries, N=by_key.keys,
         num_warps=by_key.num_warps, num_stages=by_key.num_stages,
     )  # fmt: skip

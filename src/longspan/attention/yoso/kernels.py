@@ -1,6 +1,5 @@
 """YOSO on NVIDIA GPUs: both passes as torch.library ops, made of `verbs`."""
 
-import functools
 from typing import Any
 
 import torch
@@ -19,27 +18,7 @@ PART_BYTES = 1 << 28  # of the parts of gradients at a time; more heads take tur
 
 def why_not(device: torch.device) -> list[str]:
     """Why the kernels cannot run on a device; empty where they can."""
-    if device.type != "cuda":
-        return dispatch.no_kernel("yoso", device)
-    # Asking takes as long as a launch; a compiler asks once.
-    return _why_not(device) if torch.compiler.is_compiling() else _known(device)
-
-
-def _why_not(device: torch.device) -> list[str]:
-    if not torch.cuda.is_available():
-        return ["yoso needs an NVIDIA GPU, and torch sees none"]
-    reasons = []
-    try:
-        import cuda.core  # noqa: F401
-        import triton  # noqa: F401
-    except ImportError as error:
-        reasons.append(f"yoso needs {error.name} (pip install 'longspan[cuda]')")
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        reasons.append("yoso needs a GPU of compute capability 8.0 or newer")
-    return reasons
-
-
-_known = functools.cache(_why_not)
+    return dispatch.why_not_cuda("yoso", device)
 
 
 def why_not_these(q: Tensor, v: Tensor) -> list[str]:

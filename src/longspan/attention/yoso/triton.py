@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspan.attention.tiles import Kernel, cdiv
+
 
 @triton.jit
 def _inverse(norm):
@@ -12,7 +14,7 @@ def _inverse(norm):
     return tl.where(norm > 0, 1 / tl.where(norm > 0, norm, 1.0), 0.0)
 
 
-@triton.jit
+@Kernel
 def _norms(
     x, mask, out, rows, tokens, heads,
     MASKED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
@@ -34,14 +36,14 @@ def norms(x: Tensor, key_mask: Tensor | None = None) -> Tensor:
     """Norms (B, H, N) of the rows of x (B, H, N, D), zero where masked."""
     batch, heads, tokens, channels = x.shape
     out = torch.empty(batch, heads, tokens, dtype=torch.float32, device=x.device)
-    _norms[(triton.cdiv(out.numel(), 16),)](
+    _norms[(cdiv(out.numel(), 16),)](
         x, x if key_mask is None else key_mask, out, out.numel(), tokens, heads,
         MASKED=key_mask is not None, D=channels, DP=triton.next_power_of_2(channels), ROWS=16,
     )  # fmt: skip
     return out
 
 
-@triton.jit
+@Kernel
 def _through_unit(
     grad, unit, inverse, out, rows, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -60,7 +62,7 @@ def through_unit(grad: Tensor, unit: Tensor, inverse: Tensor) -> Tensor:
     """(g − (g·u) u) / norm for rows of g and u (…, D) and 1/norm (…)."""
     out = torch.empty_like(grad)
     rows, channels = inverse.numel(), grad.shape[-1]
-    _through_unit[(triton.cdiv(rows, 16),)](
+    _through_unit[(cdiv(rows, 16),)](
         grad, unit, inverse, out, rows,
         D=channels, DP=triton.next_power_of_2(channels), ROWS=16,
     )  # fmt: skip
@@ -147,7 +149,7 @@ def _table(
             _store_rows(out, i, there, d, value, D)
 
 
-@triton.jit
+@Kernel
 def _outer_sums(
     q, k, v, g, q_norms, k_norms, dq, dk, q_list, k_list, q_first, k_first,
     head0, queries, keys, hashes, used, buckets,
@@ -187,7 +189,7 @@ def _outer_sums(
             _table(q, g, v, q_norms, dk, q_at, nq, k_at, nk, D, DP, E, EB, T)
 
 
-@triton.jit
+@Kernel
 def _sum_hashes(
     parts, x, norm, out, scale, row0, rows, tokens, hashes,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
@@ -249,7 +251,7 @@ def outer_sums(
         )  # fmt: skip
         sides = zip(parts, (q, k), (q_norms, k_norms), grads, (queries, keys), strict=True)
         for part, x, norm, grad, tokens in sides:
-            _sum_hashes[(triton.cdiv(now * tokens, 16),)](
+            _sum_hashes[(cdiv(now * tokens, 16),)](
                 part, x, norm, grad, scale, head * tokens, now * tokens, tokens, used,
                 D=channels, DP=padded[0], ROWS=16, num_warps=4,
             )  # fmt: skip

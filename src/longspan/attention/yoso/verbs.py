@@ -21,6 +21,7 @@ TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 INDICES = {torch.uint16: "uint16_t", torch.uint32: "uint32_t"}
 TABLE_BYTES = 1 << 28  # of tables at a time; more hashes take turns
 MANY_WARPS = 1 << 14  # a dozen for each place that an H200 has for them
+MANY_RUNS = 1 << 13  # of outer.cu, likewise
 FEW_ROWS = 48  # of a bucket, that outer.cu takes in pairs
 MOST_ROWS = 16  # of a bucket, that walk.cu looks at one by one
 FLOAT16_ROOM = 1 << 15  # that sums in float16 may reach
@@ -284,9 +285,9 @@ def surrogate(
     rows(
         "pair_rows", blocks, 256, g, q, v, k, *scales, q_rows, k_rows, q_sums, k_sums, *sizes, room
     )
-    # A warp walks a run of buckets; enough runs that all parts of the GPU end about together.
+    # A warp walks a run of buckets: not too many tokens, so that all parts of the GPU end together.
     lists, run, each = batch * heads * used, 32, 1
-    while run > 4 and lists << bits < run * MANY_WARPS:
+    while run > 4 and (max(queries, keys) * run > 1024 << bits or lists << bits < run * MANY_RUNS):
         run //= 2
     runs = lists * -(-(1 << bits) // run)
     launch = _outer(columns, q_order.dtype)

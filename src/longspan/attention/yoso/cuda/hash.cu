@@ -118,7 +118,7 @@ struct Side {
 
 // planes (H, PLANES, m, BITS, channels padded to 32). One block TOKENS tokens of a head, the queries'
 // first in the grid.
-extern "C" __global__ void __launch_bounds__(32 * WARPS) hash_codes(
+extern "C" __global__ void __launch_bounds__(32 * WARPS, GROUPS * PIECES <= 2 ? 4 : 1) hash_codes(
     const char* q, int64_t q_batch, int64_t q_head, int64_t q_row, Code* q_token, Code* q_hash,
     int64_t queries, const char* k, int64_t k_batch, int64_t k_head, int64_t k_row, Code* k_token,
     Code* k_hash, int64_t keys, const char* planes, int64_t batch_heads, int64_t heads,

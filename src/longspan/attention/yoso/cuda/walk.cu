@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) walk_gather(
     int64_t batch_bytes, int64_t head_bytes, int64_t row_bytes, const char* heavy, char* y,
     float* inverse, int64_t heads, int64_t hashes, int64_t n, int64_t tokens, int64_t rows,
     float scale) {
-  constexpr int GROUP = group_of(E), ROUNDS = GROUP <= 8 ? 4 : 32 / GROUP;
+  constexpr int GROUP = group_of(E), ROUNDS = 1;
   __shared__ uint32_t room[THREADS / GROUP][GROUP * ROUNDS * MOST];
   uint32_t* met = room[threadIdx.x / GROUP];
   const int64_t row = (int64_t)blockIdx.x * (THREADS / GROUP) + threadIdx.x / GROUP;
@@ -217,7 +217,7 @@ __device__ inline void load8(const char* row, int channels, bool there, float (&
 // Rows as outer.cu reads them, [ĝ | q̂ |g| s] and [v̂ | k̂ |v| s]; its sums over the heavy buckets are in
 // q_sums and k_sums; `heavy` has the sums of g over the heavy buckets of queries. Of all hashes, dQ and
 // dK take the first `used`.
-constexpr int W = D <= 64 && E <= 64 ? 64 : 128, LANES = W / 8, ROUNDS = 4;
+constexpr int W = D <= 64 && E <= 64 ? 64 : 128, LANES = W / 8, ROUNDS = 2;
 
 template <bool KEY>
 __device__ void walk_outer_side(const Side& s, const float* totals, const char* sums,
@@ -302,7 +302,7 @@ __device__ void walk_outer_side(const Side& s, const float* totals, const char* 
   if (KEY && there && lane * 8 < E) store8<X>(dv + row * (E * 2), lane, v_sum);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) walk_outer(
+extern "C" __global__ void __launch_bounds__(THREADS, 7) walk_outer(
     const Code* q_codes, const Code* k_codes, const INDEX* q_order, const INDEX* k_order,
     const uint32_t* q_first, const uint32_t* k_first, const char* q, const char* k,
     const char* q_rows, const char* k_rows, const float* g_norms, const float* v_norms,
