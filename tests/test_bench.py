@@ -16,7 +16,7 @@ from longspan.bench import (
     measure,
     timing_row,
 )
-from longspan.bench.cases import _draw, fastest_exact
+from longspan.bench.cases import draw_inputs, fastest_exact
 from longspan.bench.suite import Setting
 
 
@@ -110,7 +110,7 @@ def test_gpu_time_is_that_of_the_kernels():
 
 def test_inputs_are_what_they_say():
     def draw(inputs):
-        q, k, _ = _draw((3, 2, 64, 16), "float32", "cpu", False, 0, inputs=inputs)
+        q, k, _ = draw_inputs((3, 2, 64, 16), "float32", "cpu", False, 0, inputs=inputs)
         return q, k
 
     q, k = draw("clustered")

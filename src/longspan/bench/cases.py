@@ -62,7 +62,7 @@ class Case:
         training = mode == "forward+backward"
         place = (self.dtype, self.device, training, seed)
         shape = (self.batch, self.heads, self.length, self.head_dim)
-        q, k, v = _draw((3, *shape), *place, inputs=self.inputs)
+        q, k, v = draw_inputs((3, *shape), *place, inputs=self.inputs)
         inputs = [q, k, v]
         options = dict(self.options)
         attend = BASELINES.get(self.method) or partial(longspan.attention, method=self.method)
@@ -70,7 +70,7 @@ class Case:
         if projections:
             projected_length = options.pop("projected_length", PROJECTED_LENGTH)
             sizes = (len(projections), projected_length, self.length)
-            matrices = _draw(sizes, *place, scale=self.length**-0.5)
+            matrices = draw_inputs(sizes, *place, scale=self.length**-0.5)
             options.update(zip(projections, matrices, strict=True))
             inputs.extend(matrices)
 
@@ -111,7 +111,7 @@ def fastest_exact(call: Callable[[], Any]) -> Callable[[], Any]:
 
 # At long lengths the inputs fill the memory, so methods share them; old ones are let go.
 @functools.lru_cache(maxsize=2)
-def _draw(
+def draw_inputs(
     shape: tuple[int, ...],
     dtype: str,
     device: str,

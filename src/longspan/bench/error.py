@@ -22,7 +22,7 @@ from torch import Tensor
 import longspan
 from longspan.attention.base import unit
 from longspan.bench import real
-from longspan.bench.cases import _draw, fastest_exact
+from longspan.bench.cases import draw_inputs, fastest_exact
 from longspan.bench.suite import EXACT, Call, Entry, Group, Setting
 
 HEADS, HEAD_DIM = 8, 64
@@ -105,7 +105,9 @@ def group(
 
 
 def _drawn(shape: tuple[int, ...], inputs: str, setting: Setting) -> list[Tensor]:
-    return _draw((3, *shape), setting.dtype, setting.device, False, setting.seed, inputs=inputs)
+    return draw_inputs(
+        (3, *shape), setting.dtype, setting.device, False, setting.seed, inputs=inputs
+    )
 
 
 def _real(setting: Setting) -> list[Tensor]:
