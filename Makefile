@@ -54,8 +54,8 @@ on_gpu = if ! nvidia-smi -L >/dev/null 2>&1; then echo "No NVIDIA GPU here: $(1)
 test-gpu:        ## Run the tests that need an NVIDIA GPU
 	@$(call on_gpu,GPU tests were not run,pytest -m gpu)
 
-bench: $(READY)  ## Time every method beside exact attention on this CPU, to 65,536 tokens; rows go to results/
-	@$(BIN)/python -m longspan.bench.cpu results/cpu.jsonl
+bench: $(READY)  ## Time every method on this CPU, to 65,536 tokens, where results/cpu.jsonl lacks rows
+	@$(BIN)/longspan bench cpu --device cpu -o results/cpu.jsonl
 
 bench-gpu:       ## Time YOSO beside exact attention on an NVIDIA GPU; rows, tables, plot go to results/
 	@$(call on_gpu,nothing was measured,longspan.bench.gpu results/yoso-gpu.jsonl && \

@@ -5,8 +5,19 @@ import torch
 
 import longspan
 from longspan import records
-from longspan.bench import MODES, Case, Timing, cpu, gpu, gpu_fused, measure, timing_row
-from longspan.bench.cases import _draw
+from longspan.bench import (
+    MODES,
+    Case,
+    Timing,
+    baselines,
+    cpu,
+    gpu,
+    gpu_fused,
+    measure,
+    timing_row,
+)
+from longspan.bench.cases import draw_inputs, fastest_exact
+from longspan.bench.suite import Setting
 
 
 @pytest.mark.parametrize("method", longspan.METHODS)
@@ -99,7 +110,7 @@ def test_gpu_time_is_that_of_the_kernels():
 
 def test_inputs_are_what_they_say():
     def draw(inputs):
-        q, k, _ = _draw((3, 2, 64, 16), "float32", "cpu", False, 0, inputs=inputs)
+        q, k, _ = draw_inputs((3, 2, 64, 16), "float32", "cpu", False, 0, inputs=inputs)
         return q, k
 
     q, k = draw("clustered")
@@ -113,6 +124,19 @@ def test_inputs_are_what_they_say():
     q, k = draw("one-vector")
     assert (k == k[:, :1]).all()
     assert torch.equal(q, k)
+
+
+def test_exact_attention_is_the_same_by_any_kernel():
+    """On a CPU the order names kernels that are not there; one that is gets the call."""
+    call = Case("softmax", 40, heads=2, head_dim=8).build("forward")
+    torch.testing.assert_close(fastest_exact(call)(), call())
+
+
+@pytest.mark.gpu
+def test_the_fastest_exact_kernel_is_no_slower_than_torch_s_choice():
+    call = Case("softmax", 8192, dtype="bfloat16", device="cuda").build("forward")
+    timings = measure({"own": call, "fast": fastest_exact(call)}, budget=0.5, device="cuda")
+    assert timings["fast"].seconds < 1.1 * timings["own"].seconds
 
 
 def test_unknown_inputs_say_so():
@@ -220,42 +244,40 @@ def test_the_peer_computes_what_nystrom_does():
     assert (actual - expected).norm() < 1e-3 * expected.norm()
 
 
-def test_cpu_rows_hold_every_method_and_its_ratio(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cpu, "BUDGET", 0)
-    cpu.main(str(tmp_path / "rows.jsonl"), lengths=(32, 64))
-    rows = records.read(tmp_path / "rows.jsonl")
-    assert {row["method"] for row in rows} == set(longspan.METHODS)
-    assert {(row["length"], row["mode"]) for row in rows} == {
-        (n, m) for n in (32, 64) for m in MODES
-    }
-    exact = {(r["length"], r["mode"]): r["seconds"] for r in rows if r["name"] == "softmax"}
-    for row in rows:
-        assert row["ratio"] == exact[row["length"], row["mode"]] / row["seconds"]
-    assert "yoso_expectation eager" in capsys.readouterr().out
+def test_every_baseline_builds_and_runs():
+    for name in baselines.BASELINES:
+        options = {"projected_length": 16} if name.startswith("linformer") else {}
+        case = Case(name, 40, heads=2, head_dim=8, options=options)
+        assert case.build("forward")().shape == (1, 2, 40, 8)
+        gradients = case.build("forward+backward")()
+        assert all(g.isfinite().all() for g in gradients[:3])
+        assert list(gradients[3:]) in ([], [None, None])  # frozen
 
 
-def test_cpu_rows_of_some_names_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu, "BUDGET", 0)
-    cpu.main(str(tmp_path / "rows.jsonl"), lengths=(32,), names=("nystrom", "linf"))
-    rows = records.read(tmp_path / "rows.jsonl")
-    assert {row["name"] for row in rows} == {"nystrom", "linformer", "linformer frozen"}
-    assert {row["ratio"] for row in rows} == {None}
-
-
-def test_the_eager_expectation_is_ours():
-    inputs = cpu._inputs(Case("yoso_expectation", 40, heads=2, head_dim=8), MODES[1])
+def test_baselines_are_what_they_stand_for():
+    """The same float32 sums in another order."""
+    inputs = [torch.randn(2, 2, 40, 8, requires_grad=True) for _ in range(3)]
     g = torch.randn_like(inputs[0])
-    results = []
-    for attend in (cpu._Eager.attend, longspan.yoso_expectation):
-        y = attend(*inputs)
-        results.append([y, *torch.autograd.grad(y, inputs, g)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    for pair in (
+        (baselines.expectation, longspan.yoso_expectation),
+        (baselines.eager, longspan.softmax),
+    ):
+        results = []
+        for attend in pair:
+            y = attend(*inputs)
+            results.append([y, *torch.autograd.grad(y, inputs, g)])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_what_would_take_too_long_is_left_out():
-    before = {"softmax": 1e9, "yoso fused": 1.0, "strided": 1e9, "yoso_expectation eager": 0.1}
-    left = [name for name in (*before, "dropped") if cpu._too_long(name, 8192, before, 2)]
-    assert left == ["strided", "yoso_expectation eager", "dropped"]
-    assert not cpu._too_long("strided", 8192, {}, 1)
-    assert cpu._too_long("yoso fused", 8192, before, 8)
+def test_cpu_rows_hold_every_method_and_implementation():
+    group = next(iter(cpu.groups(Setting(lengths=(32,)))))
+    assert {entry.about["method"] for entry in group.entries} >= set(longspan.METHODS)
+    names = [entry.name for entry in group.entries]
+    assert names[0] == "softmax"
+    assert {"linformer frozen", "yoso_expectation eager", "yoso reference"} <= set(names)
+    assert len(set(names)) == len(names)
+    for entry in group.entries:
+        entry.build()()
+    with pytest.raises(ValueError, match="device must be cpu"):
+        next(cpu.groups(Setting(device="cuda")))

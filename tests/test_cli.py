@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import longspan
-from longspan import cli, doctor, records
+from longspan import advice, cli, doctor, records
+from longspan.bench.suite import Limits
 
 
 @pytest.fixture
@@ -117,3 +119,70 @@ def test_importing_longspan_brings_none_of_the_command_line():
         "sys.exit(bool({'typer', 'rich', 'plotly', 'jinja2'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_bench_then_report(invoke, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = invoke("bench", "linformer", "--quick", "--length", "32", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "2 rows to measure, in 1 groups" in result.output
+    assert "longspan report longspan-bench/rows.jsonl" in result.output
+    rows = records.read("longspan-bench/rows.jsonl")
+    assert {row["name"] for row in rows} == {"softmax", "eager"}
+    result = invoke("bench", "length", "--length", "32", "--only", "nystrom-64", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    with (tmp_path / "longspan-bench" / "rows.jsonl").open("a") as file:
+        file.write('{"kind": "timing"}\n')
+    result = invoke("report", "--no-pictures")
+    assert result.exit_code == 0, result.output
+    assert "Left out: rows.jsonl: 1 row left out: mode must be of type str" in result.output
+    assert "At 32 tokens one forward pass" in result.output
+    assert (tmp_path / "longspan-bench" / "index.html").stat().st_size > 1_000_000
+
+
+def test_bench_refuses_what_it_does_not_know(invoke):
+    for words, text in (
+        (["bench", "lenght"], "did you mean 'length'?"),
+        (["bench", "spectrum"], "model must be named"),
+        (["bench", "length", "--length", "0"], "length must be"),
+    ):
+        result = invoke(*words)
+        assert result.exit_code == 2
+        assert text in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_report_without_rows_says_so(invoke, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = invoke("report")
+    assert result.exit_code == 2
+    assert "rows must hold something to draw" in result.stderr
+
+
+def test_report_without_plotly_says_what_to_install(invoke, tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    row = {"kind": "timing", "mode": "forward", "method": "yoso", "length": 512, "seconds": 1.0}
+    records.append(path, row)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    result = invoke("report", str(path))
+    assert result.exit_code == 2
+    assert "pip install 'longspan[report]'" in result.stderr
+
+
+def test_advise_answers_in_a_sentence(invoke, tmp_path, monkeypatch):
+    monkeypatch.setattr(advice, "LIMITS", Limits(0.0, 60.0, 600.0))
+    words = ["advise", "--length", "64", "--heads", "1", "--head-dim", "8", "--device", "cpu"]
+    result = invoke(*words, "-o", str(tmp_path / "rows.jsonl"))
+    assert result.exit_code == 0, result.output
+    assert "At 64 tokens (inference, 1 heads of 8, float32" in result.output
+    assert "In code: longspan." in result.output
+    again = invoke(*words, "--rows", str(tmp_path / "rows.jsonl"))
+    assert "to measure" not in again.output
+    assert "At 64 tokens" in again.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_advise_for_a_device_that_is_not_here(invoke):
+    result = invoke("advise", "--length", "64", "--device", "cuda")
+    assert result.exit_code == 0
+    assert "There is no cuda here" in result.output

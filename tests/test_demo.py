@@ -11,7 +11,6 @@ from longspan import demo, records
 from longspan.demo import timing, training
 from longspan.demo.model import Reader
 from longspan.demo.task import MIN_LENGTH, NUM_TOPICS, NUM_WORDS, QUESTION, documents
-from longspan.demo.timing import affordable, predict
 
 
 def generator(seed=0):
@@ -112,31 +111,6 @@ def test_training_learns_and_counts_only_its_own_seconds():
     assert rows[-1]["accuracy"] > 0.6 > 4 * rows[-1]["chance"]
     assert rows[-1]["loss"] < 0.7 * rows[0]["loss"]
     assert all(a["seconds"] < b["seconds"] for a, b in itertools.pairwise(rows))
-
-
-def test_prediction_continues_power_laws():
-    assert predict({512: 1.0, 1024: 2.0}, 2048) == pytest.approx(4.0)
-    assert predict({512: 1.0, 1024: 4.0}, 4096) == pytest.approx(64.0)
-    assert predict({512: 1.0}, 1024) == pytest.approx(4.0)
-
-
-def test_prediction_does_not_follow_noise_beyond_square_and_line():
-    assert predict({512: 1.0, 1024: 9.0}, 2048) == pytest.approx(36.0)
-    assert predict({512: 1.0, 1024: 0.5}, 2048) == pytest.approx(1.0)
-
-
-def test_slow_methods_are_left_out():
-    measured = {"quadratic": {512: 1.0, 1024: 4.0}, "linear": {512: 1.0, 1024: 2.0}}
-    assert affordable(measured, 2048, patience=5, left=1000) == {"linear": pytest.approx(4.0)}
-    assert set(affordable(measured, 2048, patience=50, left=1000)) == {"quadratic", "linear"}
-
-
-def test_when_time_runs_out_the_slowest_goes_first():
-    measured = {"slow": {512: 1.0, 1024: 2.0}, "quick": {512: 0.1, 1024: 0.2}}
-    passes = 1 + timing.MIN_REPEATS
-    assert set(affordable(measured, 2048, patience=50, left=4.4 * passes + 0.1)) == set(measured)
-    assert set(affordable(measured, 2048, patience=50, left=4.4 * passes - 0.1)) == {"quick"}
-    assert affordable(measured, 2048, patience=50, left=0) == {}
 
 
 @pytest.fixture

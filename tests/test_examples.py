@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import tokenizers
 import transformers
 import zoo
 
@@ -24,20 +23,6 @@ def run(monkeypatch, capsys):
         return capsys.readouterr().out
 
     return run
-
-
-def checkpoint(folder, model_class, config, words=("paris", "france", "is", "the", "of", "a")):
-    """A tiny model and a tokenizer of single words, saved as a checkpoint."""
-    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    vocabulary = {word: i for i, word in enumerate([*special, *words])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "<unk>"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer.normalizer = tokenizers.normalizers.Lowercase()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", mask_token="<mask>"
-    ).save_pretrained(folder)
-    zoo.enlarge(model_class(config)).save_pretrained(folder)
-    return folder
 
 
 def test_convert_encoder(run):
@@ -70,7 +55,7 @@ def test_distill_brings_the_student_nearer_to_its_teacher(run):
 @pytest.mark.parametrize("kind", ["Nystromformer", "Yoso"])
 def test_masked_lm(run, kind, tmp_path):
     config = getattr(transformers, f"{kind}Config")(**zoo.SMALL | {"vocab_size": 11})
-    folder = checkpoint(tmp_path, getattr(transformers, f"{kind}ForMaskedLM"), config)
+    folder = zoo.checkpoint(tmp_path, getattr(transformers, f"{kind}ForMaskedLM"), config)
     sentence, *answers = run("masked_lm.py", folder).splitlines()
     assert sentence == "Paris is the <mask> of France."
     assert len(answers) == 4
@@ -84,10 +69,29 @@ def test_masked_lm_says_what_is_missing(run):
 
 def test_minilm_on_another_bert(run, tmp_path):
     """The measurement runs on any BERT; test_minilm.py has the figures of the real one."""
-    folder = checkpoint(tmp_path, transformers.BertModel, transformers.BertConfig(**zoo.SMALL))
+    folder = zoo.checkpoint(tmp_path, transformers.BertModel, transformers.BertConfig(**zoo.SMALL))
     out = run("minilm.py", folder)
     assert re.search(r"softmax +1\.0000 +1\.000 +100%", out)
     assert len(out.splitlines()) == 10
+
+
+def test_yoso_maps_come_nearer_with_more_hashes(run, tmp_path):
+    out = run("yoso_maps.py", "--output", tmp_path)
+    errors = [float(x) for x in re.findall(r"hashes: ([\d.]+)", out)]
+    assert len(errors) == 4
+    # 64 times the hashes: an eighth of the error, give or take the luck of two hashes.
+    assert errors[-1] < errors[0] / 4
+    fullest = [int(x) for x in re.findall(r": (\d+)$", out, re.MULTILINE)]
+    assert fullest == sorted(fullest, reverse=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"yoso-maps.png", "yoso-buckets.png"}
+
+
+def test_landmarks_and_projections_learn(run, tmp_path):
+    out = run("landmarks_and_projections.py", "--output", tmp_path, "--steps", 40)
+    few, many, before, after = (float(x) for x in re.findall(r"0\.\d{3}|1\.\d{3}", out))
+    assert many < few < 0.6
+    assert after < 0.75 * before
+    assert {path.name for path in tmp_path.iterdir()} == {"landmarks.png", "projections.png"}
 
 
 @pytest.mark.parametrize("name", NAMES)

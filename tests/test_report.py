@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from longspan.report import Crossover, crossover, exact_seconds, milliseconds, times, write_page
-from longspan.report.charts import accuracy_chart, style, time_chart
+from longspan.report.charts import accuracy_chart, main_setting, style, time_chart
+from longspan.report.crossover import crossovers
 from longspan.report.page import content
 from longspan.report.summary import summary
 
@@ -109,6 +110,7 @@ def test_summary_names_numbers_that_follow_from_the_rows():
     forward, training, learned = summary(rows())
     assert "At 4,096 tokens one forward pass of exact attention takes 168 ms" in forward
     assert "nystrom, the fastest of the others, takes 61.4 ms: 2.7× faster" in forward
+    assert "below about 1,500 tokens exact attention is the fastest" in forward
     assert "forward and backward pass" in training
     assert "answers 96% of new questions after 5 s; nystrom answers 95% after 1 s" in learned
 
@@ -119,19 +121,29 @@ def test_summary_does_not_boast_of_what_was_not_learned():
     assert summary([]) == []
 
 
+def section(shown, title):
+    return next(s for s in shown["sections"] if s.title.startswith(title))
+
+
+def cells(table):
+    return {line[0]: list(line[1:]) for line in table.lines}
+
+
 def test_content_has_every_cell():
     shown = content(rows())
-    assert [name for name, _ in shown["legend"]] == ["softmax", "nystrom"]
-    table = {row["method"]: row for row in shown["timings"][0]["rows"]}
-    assert table["softmax"]["cells"][-1] == "stopped"
-    assert table["nystrom"]["cells"][0] == milliseconds(linear(1500)[512])
-    assert table["nystrom"]["wins"] == "about 1,500"
-    assert [row["accuracy"] for row in shown["training"]["rows"]] == [0.96, 0.95]
+    assert shown["legend"] == ["softmax", "nystrom"]
+    forward = cells(section(shown, "Time").tables[0])
+    assert forward["softmax"][-1] == "stopped"
+    assert forward["nystrom"][0] == milliseconds(linear(1500)[512])
+    assert cells(section(shown, "From which length").tables[0])["nystrom"][0] == "about 1,500"
+    learned = cells(section(shown, "Training on a task").tables[0])
+    assert [learned[m][0] for m in ("softmax", "nystrom")] == ["96.0%", "95.0%"]
 
 
 def test_of_several_runs_the_last_is_shown():
     assert content([*rows(training=False), *rows()]) == content(rows())
-    assert content([*rows(), *rows(training=False)])["training"] is None
+    titles = [s.title for s in content([*rows(), *rows(training=False)])["sections"]]
+    assert not any(title.startswith("Training") for title in titles)
 
 
 def test_time_chart_extrapolates_and_rings():
@@ -148,6 +160,10 @@ def test_colours_are_distinct_and_the_same_everywhere():
     import longspan
 
     assert len({style(method) for method in longspan.METHODS}) == len(longspan.METHODS)
+    assert style("nystrom-64") == style("nystrom") == style("nystrom num_landmarks=8")
+    assert style("yoso_expectation hash_bits=4") == style("yoso_expectation") != style("yoso-16")
+    assert main_setting("yoso-32")
+    assert not main_setting("yoso-16")
     assert len({style(method)[0] for method in longspan.METHODS}) == len(longspan.METHODS)
     training = {"yoso": [{"seconds": 1.0, "accuracy": 0.5, "step": 1, "loss": 1.0}]}
     assert accuracy_chart(training, 0.1)["data"][0]["line"]["color"] == style("yoso")[0]
@@ -172,7 +188,7 @@ def test_page_loads_nothing_from_outside(page):
 
 
 def test_page_says_what_was_measured(page):
-    assert page.index(summary(rows())[0].split(";")[0]) < page.index('id="time-1"')
+    assert page.index(summary(rows())[0].split(";")[0]) < page.index('id="crossover-forward"')
     for text in ("longspan demo --seed 3", "A task.", "about 1,500", "stopped", "96.0%"):
         assert text in page
     assert "A &lt;fast&gt; one" in page
@@ -181,7 +197,7 @@ def test_page_says_what_was_measured(page):
 
 def test_charts_in_the_page_are_json(page):
     figures = re.findall(r'draw\("[a-z0-9-]+", (\{.*?\})\);', page)
-    assert len(figures) == 4
+    assert len(figures) == 6  # crossover and time of both modes, accuracy, loss
     assert all(json.loads(figure)["data"] for figure in figures)
 
 
@@ -212,3 +228,20 @@ def test_crossover_is_plain_data():
     assert crossover(quadratic(), linear(1024)) == Crossover(
         1024.0, 1e-8 * 1024**2, False, 512, 8192
     )
+
+
+def test_crossovers_are_those_of_default_settings_by_mode_and_device():
+    made = []
+    for name, crossing in (("nystrom-64", 1531), ("nystrom-32", 300), ("window-257", 300)):
+        for n, t in linear(crossing).items():
+            made.append((name, n, t))
+    made += [("softmax", n, t) for n, t in quadratic().items()]
+    made += [("strided", n, 9.0) for n in LENGTHS]
+    shape = {"kind": "timing", "suite": "length", "mode": "forward", "device": "cuda:0"}
+    found = [{**shape, "name": m, "method": m, "length": n, "seconds": t} for m, n, t in made]
+    assert crossovers(found, "cuda") == {
+        "forward": {"nystrom": 1500, "window": 512, "strided": None},
+        "forward+backward": {},
+    }
+    assert crossovers(found, "cpu") == {"forward": {}, "forward+backward": {}}
+    assert crossovers([{**row, "suite": "cpu"} for row in found], "cuda")["forward"] == {}

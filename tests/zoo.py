@@ -1,5 +1,6 @@
 """Tiny, randomly initialised models of transformers, one of each kind that `convert` promises."""
 
+import tokenizers
 import torch
 import transformers
 from transformers import PreTrainedModel
@@ -93,3 +94,17 @@ def batch(lengths=(40, 29, 7), vocab_size=99, seed=0):
     ids = torch.randint(5, vocab_size, (len(lengths), longest), generator=generator)
     mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
     return ids.masked_fill(~mask, PADDING), mask.long()
+
+
+def checkpoint(folder, model_class, config, words=("paris", "france", "is", "the", "of", "a")):
+    """A tiny model and a tokenizer of single words, saved as a checkpoint."""
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    vocabulary = {word: i for i, word in enumerate([*special, *words])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.normalizer = tokenizers.normalizers.Lowercase()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", mask_token="<mask>"
+    ).save_pretrained(folder)
+    enlarge(model_class(config)).save_pretrained(folder)
+    return folder

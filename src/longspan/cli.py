@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -18,10 +19,19 @@ from rich.markup import escape
 from rich.table import Table
 
 import longspan
+from longspan import advice
 from longspan import demo as demonstration
 from longspan import doctor as diagnosis
+from longspan.bench.suite import Setting
+from longspan.bench.suite import run as run_groups
+from longspan.bench.suites import SUITES, default_device, plan
+from longspan.report import milliseconds, read_rows, write_report
 
 BAD_INPUT = 2
+_ROWS = Path("longspan-bench/rows.jsonl")
+_ADVICE = Path("longspan-bench/advice.jsonl")
+_FILES = f"Files of `longspan bench`, `demo` or `train`; by default {_ROWS}."
+_SUITES = "; ".join(f"{name}: {suite.summary}" for name, suite in SUITES.items())
 
 app = typer.Typer(
     help="Attention over long sequences at linear cost.",
@@ -48,9 +58,8 @@ def demo(
         methods = demonstration.choose(method or [])
         demonstration.check_device(device)
         output.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(["longspan", *sys.argv[1:]])
     code = demonstration.run(
-        output, methods=methods, quick=quick, seed=seed, device=device, command=command
+        output, methods=methods, quick=quick, seed=seed, device=device, command=_command()
     )
     raise typer.Exit(code)
 
@@ -207,6 +216,117 @@ def doctor() -> None:
             console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
 
 
+@app.command()
+def bench(
+    suites: Annotated[list[str], typer.Argument(metavar="SUITE…", help=_SUITES)],
+    output: Annotated[Path, typer.Option("-o", "--output", help="File of the rows.")] = _ROWS,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer lengths, fewer repeats.")] = False,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, …; by default a GPU where torch sees one.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of inputs and weights.")] = 0,
+    length: Annotated[
+        list[int] | None, typer.Option(help="Only this many tokens; repeat for more.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only names that begin so, and softmax.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Encoder whose queries and keys are looked at.")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="File that encoder reads.")] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Measure again what the file holds.")
+    ] = False,
+) -> None:
+    """Measure one or more suites; a run that was stopped goes on where it was."""
+    place = device or default_device()
+    setting = Setting(place, quick, seed, tuple(length or ()), model, text)
+    console = Console()
+    with _user_input():
+        groups = plan(suites, setting)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    try:
+        run_groups(
+            groups, output, setting, only=only or (), fresh=fresh, command=_command(), say=say
+        )
+    except KeyboardInterrupt:
+        console.print("Stopped by Ctrl-C: rows so far are kept; the same command goes on.")
+        raise typer.Exit(demonstration.INTERRUPTED) from None
+    console.print(f"Draw them with: longspan report {output}", highlight=False)
+
+
+@app.command()
+def report(
+    rows: Annotated[list[Path] | None, typer.Argument(metavar="ROWS…", help=_FILES)] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Folder of the page and its pictures.")
+    ] = None,
+    pictures: Annotated[bool, typer.Option(help="Also draw each chart as PNG and SVG.")] = True,
+) -> None:
+    """Draw rows as one page that works offline, and its charts as pictures."""
+    files = rows or [_ROWS]
+    folder = output or files[0].parent
+    console = Console()
+    with _user_input():
+        made, problems = write_report(files, folder, pictures=pictures)
+    for problem in problems:
+        console.print(f"Left out: {problem}", markup=False, highlight=False, soft_wrap=True)
+    for line in made:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def advise(
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")],
+    heads: Annotated[int, typer.Option(min=1)] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Channels of a head.")] = 64,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    train: Annotated[bool, typer.Option("--train", help="Forward and backward.")] = False,
+    model: Annotated[str | None, typer.Option(help="Encoder to take errors from.")] = None,
+    text: Annotated[str | None, typer.Option(help="File that encoder reads.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, …; by default a GPU where torch sees one.")
+    ] = None,
+    rows: Annotated[
+        list[Path] | None, typer.Option(help="Answer from these rows; nothing is measured.")
+    ] = None,
+    output: Annotated[Path, typer.Option("-o", "--output", help="File of the rows.")] = _ADVICE,
+) -> None:
+    """Say which method pays at a length, from which length on, and at what error."""
+    console = Console()
+    question = advice.Question(length, heads, head_dim, dtype, train)
+    setting = Setting(device or default_device(), model=model, text=text)
+    tell = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    with _user_input():
+        if rows:
+            answer = advice.advise(question, read_rows(rows)[0])
+        elif setting.cuda and "cuda:0" not in diagnosis.devices():
+            tell(advice.from_table(question, setting.device))
+            return
+        else:
+            found = advice.measured(question, setting, output, command=_command(), say=tell)
+            answer = advice.advise(question, found)
+    console.print(_advice_table(answer))
+    tell(answer.sentence)
+    tell(f"In code: {answer.call}")
+
+
+def _advice_table(answer: advice.Advice) -> Table:
+    table = Table()
+    for column in ("method", "ms a sequence", "× as fast as exact", "faster from", "error"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for option in answer.options:
+        table.add_row(
+            option.name,
+            f"{'≈ ' * option.extrapolated}{milliseconds(option.seconds)}",
+            f"{option.ratio:.2f}",
+            str(option.crossover or "–"),
+            "–" if option.error is None else f"{option.error:.0%}",
+        )
+    return table
+
+
 def main() -> None:
     """The entry point of `longspan`."""
     app()
@@ -230,6 +350,10 @@ def _user_input() -> Iterator[None]:
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         Console(stderr=True).print(f"longspan: {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(BAD_INPUT) from None
+
+
+def _command() -> str:
+    return shlex.join(["longspan", *sys.argv[1:]])
 
 
 def _options(function: Callable[..., object]) -> str:

@@ -1,5 +1,6 @@
 """The table of methods, and attention by name."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.attention import checks
+from longspan.attention import auto, checks
 from longspan.attention.linformer import LinformerAttention, linformer
 from longspan.attention.linformer import why_not_fused as why_not_linformer
 from longspan.attention.module import Attention
@@ -137,18 +138,54 @@ def attention(
         q: queries (B, H, Nq, D).
         k: keys (B, H, Nk, D).
         v: values (B, H, Nk, Dv).
-        method: a key of METHODS.
+        method: a key of METHODS, or "auto".
         key_mask: boolean (B, Nk), true = attend.
         options: of that method's function.
+
+    `method="auto"` is exact attention (softmax), at any length, unless the option `approximate`
+    names a method that may stand in for it: then that one is used from `exact_below` keys on,
+    with the other options, which are its own. By default `exact_below` is where it was measured
+    to become faster (`longspan.attention.auto.CROSSOVERS`); `longspan advise` says where it does on
+    this machine.
 
     Returns:
         (B, H, Nq, Dv) in the dtype of v.
     """
+    if method == "auto":
+        checks.qkv(q, k, v)
+        method, options = _auto(q, k, v, **options)
     row = find(method)
     if options.pop("is_causal", False):
         refuse_causal(method)
     checks.options(row.function, options, owner=method)
     return row.function(q, k, v, key_mask=key_mask, **options)
+
+
+def _auto(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    approximate: str | None = None,
+    exact_below: int | None = None,
+    **options: Any,
+) -> tuple[str, dict[str, Any]]:
+    """The method to use, and the options it gets."""
+    if approximate is None:
+        if exact_below is not None:
+            raise ValueError(
+                f"approximate must name a method where exact_below is given, got {approximate!r}"
+            )
+        return auto.EXACT, options
+    checks.choice("approximate", approximate, [m for m in METHODS if m != auto.EXACT])
+    if exact_below is not None:
+        checks.integer("exact_below", exact_below, 0)
+    causal = {"is_causal": options.pop("is_causal")} if "is_causal" in options else {}
+    checks.options(METHODS[approximate].function, options, owner=approximate)
+    method = auto.choose(q, k, v, approximate, exact_below)
+    if method == auto.EXACT:  # what both take is meant for both: scale
+        shared = inspect.signature(METHODS[method].function).parameters
+        options = {name: value for name, value in options.items() if name in shared}
+    return method, options | causal
 
 
 def refuse_causal(method: str) -> None:

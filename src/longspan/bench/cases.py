@@ -6,14 +6,17 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import longspan
 from longspan.attention import checks
 from longspan.attention.methods import find
+from longspan.bench.baselines import BASELINES
 
 MODES = ("forward", "forward+backward")
 PROJECTED_LENGTH = 256
@@ -30,6 +33,7 @@ CENTRES, NOISE = 32, 0.35
 class Case:
     """What is timed: method, shape (B, H, N, D), dtype, device, the method's own options, inputs.
 
+    `method` is a key of METHODS or BASELINES.
     `inputs` is a key of INPUTS: how much queries and keys resemble each other, which decides how
     full the buckets of a method that hashes them are.
     """
@@ -58,35 +62,56 @@ class Case:
         training = mode == "forward+backward"
         place = (self.dtype, self.device, training, seed)
         shape = (self.batch, self.heads, self.length, self.head_dim)
-        q, k, v = _draw((3, *shape), *place, inputs=self.inputs)
+        q, k, v = draw_inputs((3, *shape), *place, inputs=self.inputs)
         inputs = [q, k, v]
         options = dict(self.options)
+        attend = BASELINES.get(self.method) or partial(longspan.attention, method=self.method)
         projections = _projections(self.method)
         if projections:
             projected_length = options.pop("projected_length", PROJECTED_LENGTH)
             sizes = (len(projections), projected_length, self.length)
-            matrices = _draw(sizes, *place, scale=self.length**-0.5)
+            matrices = draw_inputs(sizes, *place, scale=self.length**-0.5)
             options.update(zip(projections, matrices, strict=True))
             inputs.extend(matrices)
 
         def forward() -> Tensor:
             with torch.inference_mode():
-                return longspan.attention(q, k, v, method=self.method, **options)
+                return attend(q, k, v, **options)
 
         if not training:
             return forward
+        frozen = self.method in BASELINES  # of which some leave their projections alone
         gradient = torch.ones_like(v)  # of the output, which has the shape of v here
 
         def forward_backward() -> object:
-            output = longspan.attention(q, k, v, method=self.method, **options)
-            return torch.autograd.grad(output, inputs, gradient)
+            output = attend(q, k, v, **options)
+            return torch.autograd.grad(output, inputs, gradient, allow_unused=frozen)
 
         return forward_backward
 
 
+def fastest_exact(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call with torch's exact kernels in the order of their speed on a GPU, cuDNN's first.
+
+    torch may choose flash attention, which takes up to 1.7 times as long on an H200.
+    """
+    order = [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ]
+
+    def run() -> Any:
+        with sdpa_kernel(order, set_priority=True):
+            return call()
+
+    return run
+
+
 # At long lengths the inputs fill the memory, so methods share them; old ones are let go.
 @functools.lru_cache(maxsize=2)
-def _draw(
+def draw_inputs(
     shape: tuple[int, ...],
     dtype: str,
     device: str,
@@ -116,5 +141,6 @@ def _draw(
 
 def _projections(method: str) -> list[str]:
     """Names of the learned (projected_length, N) matrices that the method takes as arguments."""
-    parameters = inspect.signature(find(method).function).parameters
+    function = BASELINES[method] if method in BASELINES else find(method).function
+    parameters = inspect.signature(function).parameters
     return [name for name in parameters if name.endswith("_projection")]

@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from longspan import records
 from longspan.bench.cases import MODES, Case
-from longspan.bench.measure import measure, timing_row
+from longspan.bench.measure import measure, peak_bytes, timing_row
 
 LENGTHS = tuple(512 << i for i in range(9))
 FEW = (4096, 16384, 65536)  # lengths of the settings beside the main one: 64 channels, 8 bits
@@ -174,16 +174,6 @@ def measured(found: Iterable[Contender], mode: str, wanted: set[str]) -> Iterato
             "outputs_bytes": v_bytes * (1 if mode == "forward" else 4),  # y; dq, dk, dv
             "v_bytes": v_bytes,
         }
-
-
-def peak_bytes(call: Callable[[], object]) -> int:
-    """Bytes that a call needs beyond what was there before, its results included."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
 
 
 def _exact(contender: Contender) -> bool:

@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from longspan import records
 from longspan.bench.cases import MODES, Case
-from longspan.bench.gpu import Context, peak_bytes
-from longspan.bench.measure import measure, timing_row
+from longspan.bench.gpu import Context
+from longspan.bench.measure import measure, peak_bytes, timing_row
 
 LENGTHS = tuple(512 << i for i in range(9))
 TOKEN_HEADS = 1 << 18

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,6 +78,70 @@ def measure(
 def timing_row(case: Case, mode: str, timing: Timing) -> dict[str, Any]:
     """The row that `longspan.records` stores for one timed case."""
     return {"kind": "timing", "mode": mode, **asdict(case), **asdict(timing)}
+
+
+def predict(seconds: Mapping[int, float], length: int) -> float:
+    """Time at `length`, on the straight line in log-log through the last two measured lengths.
+
+    No method grows faster than the square of the length, nor slower than the length itself, in
+    the long run: noise and overhead at short lengths may say otherwise, so the slope is clamped.
+    """
+    *before, last = sorted(seconds)
+    power = 2.0
+    if before:
+        slope = math.log(seconds[last] / seconds[before[-1]]) / math.log(last / before[-1])
+        power = min(2.0, max(1.0, slope))
+    return seconds[last] * (length / last) ** power
+
+
+def affordable(
+    predicted: Mapping[str, float], *, patience: float, left: float, calls: int, keep: str = ""
+) -> dict[str, float]:
+    """Those of the predicted seconds of a call that may be spent `calls` times.
+
+    Left out are what needs more than `patience` for a call and, slowest first, as many more as it
+    takes to finish within the `left` seconds; `keep` goes last, for others are compared with it.
+    """
+    chosen = {name: t for name, t in predicted.items() if t <= patience}
+    while chosen and sum(chosen.values()) * calls > left:
+        del chosen[max(chosen, key=lambda name: (name != keep, chosen[name]))]
+    return chosen
+
+
+def peak_bytes(call: Callable[[], object], device: str = "cuda") -> int | None:
+    """Bytes that a call needs beyond what was there before, its results included.
+
+    On a GPU, of torch's allocator; on Linux's CPUs, of the process's resident memory; None where
+    neither can be read.
+    """
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    try:
+        _trim()(0)  # what was freed and is still held would be used again unseen
+        _PROCESS.joinpath("clear_refs").write_text("5")  # forget the peak so far
+        resident = _kilobytes("VmRSS")
+        call()
+        return max(0, 1024 * (_kilobytes("VmHWM") - resident))
+    except (OSError, AttributeError):
+        return None
+
+
+_PROCESS = Path("/proc/self")
+
+
+def _kilobytes(name: str) -> int:
+    lines = _PROCESS.joinpath("status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+@functools.cache
+def _trim() -> Callable[[int], int]:
+    return ctypes.CDLL(None).malloc_trim  # glibc's
 
 
 def _in_a_row(seconds: float, device: str) -> int:

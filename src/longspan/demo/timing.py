@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +10,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from longspan.bench import MODES, Case, Timing, measure, timing_row
+from longspan.bench import MODES, Case, Timing, affordable, measure, predict, timing_row
 from longspan.demo.recorder import Recorder
 from longspan.report import EXACT, crossover, milliseconds, times
 
-Times = Mapping[str, Mapping[int, float]]
 MIN_REPEATS = 3
 
 
@@ -39,33 +37,6 @@ def run_timing(
         _fill(mode, left / (len(MODES) - number), methods, plan, recorder, console, device)
     console.print(f"\nFrom this many tokens on, a method beats exact attention ({EXACT}):")
     console.print(crossover_table(recorder, methods))
-
-
-def predict(seconds: Mapping[int, float], length: int) -> float:
-    """Time at `length`, on the straight line in log-log through the last two measured lengths.
-
-    No method grows faster than the square of the length, nor slower than the length itself, in
-    the long run: noise and overhead at short lengths may say otherwise, so the slope is clamped.
-    """
-    *before, last = sorted(seconds)
-    power = 2.0
-    if before:
-        slope = math.log(seconds[last] / seconds[before[-1]]) / math.log(last / before[-1])
-        power = min(2.0, max(1.0, slope))
-    return seconds[last] * (length / last) ** power
-
-
-def affordable(measured: Times, length: int, *, patience: float, left: float) -> dict[str, float]:
-    """Predicted seconds of one pass, for the methods that may run at `length`.
-
-    Left out are those that need more than `patience` for a pass and, slowest first, as many more
-    as it takes to finish within the `left` seconds.
-    """
-    predicted = {method: predict(seconds, length) for method, seconds in measured.items()}
-    chosen = {method: t for method, t in predicted.items() if t <= patience}
-    while chosen and sum(chosen.values()) * (1 + MIN_REPEATS) > left:
-        del chosen[max(chosen, key=chosen.__getitem__)]
-    return chosen
 
 
 def crossover_table(recorder: Recorder, methods: Sequence[str]) -> Table:
@@ -122,9 +93,13 @@ def _fill(
         for length in plan.lengths:
             if length != plan.lengths[0]:
                 left = end - time.perf_counter()
-                chosen = affordable(running, length, patience=plan.patience, left=left)
+                predicted = {m: predict(seconds, length) for m, seconds in running.items()}
+                chosen = affordable(
+                    predicted, patience=plan.patience, left=left, calls=1 + MIN_REPEATS
+                )
                 for method in running.keys() - chosen.keys():
-                    _stop(method, predict(running.pop(method), length), mode, length, recorder)
+                    del running[method]
+                    _stop(method, predicted[method], mode, length, recorder)
                     board.cells[method, length] = "[dim]stopped[/]"
             board.cells.update({(method, length): "[dim]…[/]" for method in running})
             live.refresh()

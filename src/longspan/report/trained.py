@@ -1,0 +1,181 @@
+"""Models that were trained: Long Range Arena, GLUE and masked LM, beside the papers' rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from statistics import median
+from typing import Any
+
+from longspan.report import published
+from longspan.report.charts import layout, trace
+from longspan.report.section import Chart, Rows, Section, Table, number
+
+Scores = dict[str, dict[str, list[float]]]  # name, task: percent of every seed
+# The option a method is usually named by: yoso-32, nystrom-128.
+_NAMED_BY = {"yoso": "num_hashes", "nystrom": "num_landmarks", "linformer": "projected_length"}
+
+
+def is_trained(row: Mapping[str, Any]) -> bool:
+    """Whether a row is the result of `longspan train`."""
+    return row.get("kind") in ("training", "evaluation") and isinstance(row.get("metrics"), dict)
+
+
+def sections(rows: Rows, prefix: str) -> list[Section]:
+    """A section for each family of tasks that there are rows of."""
+    done = [row for row in rows if is_trained(row) and row["metrics"]]
+    arena = [row for row in done if str(row["task"]).startswith("lra/")]
+    language = [row for row in done if str(row["task"]).startswith("mlm")]
+    others = [row for row in done if row not in arena and row not in language]
+    return [*_arena(arena, prefix), *_language(language), *_glue(others)]
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    if row.get("variant"):
+        return str(row["variant"])
+    size = (row.get("options") or {}).get(_NAMED_BY.get(row["method"], ""))
+    return str(row["method"]) if size is None else f"{row['method']}-{size}"
+
+
+def _task(row: Mapping[str, Any]) -> str:
+    return str(row["task"]).rpartition("/")[2]
+
+
+def _protocol(row: Mapping[str, Any]) -> str:
+    data = (row.get("recipe") or {}).get("data") or {}
+    return str(row.get("protocol") or data.get("protocol") or "")
+
+
+def _longest(rows: Rows) -> list[Mapping[str, Any]]:
+    """Of the runs of a method, protocol and task those with the most steps; of a seed the last."""
+    found: dict[tuple[str, str, str], dict[Any, Mapping[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row.get("steps") or 0):
+        seeds = found.setdefault((_name(row), _protocol(row), _task(row)), {})
+        if any((row.get("steps") or 0) > (other.get("steps") or 0) for other in seeds.values()):
+            seeds.clear()
+        seeds[row.get("seed")] = row
+    return [row for seeds in found.values() for row in seeds.values()]
+
+
+def _score(row: Mapping[str, Any]) -> float:
+    """The number a task is judged by, in percent, on the test split where there is one."""
+    metrics = row["metrics"].get("test") or next(iter(row["metrics"].values()))
+    best = (row.get("best") or {}).get("metric", "accuracy")
+    return 100 * float(metrics.get(best, metrics.get("accuracy", math.nan)))
+
+
+def _scores(rows: Iterable[Mapping[str, Any]]) -> Scores:
+    found: Scores = {}
+    for row in rows:
+        found.setdefault(_name(row), {}).setdefault(_task(row), []).append(_score(row))
+    return found
+
+
+def _cell(values: list[float] | None) -> str:
+    """The median, with the range over more than one seed."""
+    if not values:
+        return ""
+    if len(values) == 1:
+        return f"{values[0]:.1f}"
+    return f"{median(values):.1f} ({min(values):.1f}–{max(values):.1f})"
+
+
+def _arena(rows: Rows, prefix: str) -> list[Section]:
+    rows = _longest(rows)
+    if not rows:
+        return []
+    here = {_task(row) for row in rows}
+    tasks = [t for t in published.LRA_TASKS if t in here]
+    tasks += sorted(here - set(tasks))
+    lines = []
+    for protocol in dict.fromkeys(map(_protocol, rows)):
+        chosen = [row for row in rows if _protocol(row) == protocol]
+        short = {(_name(row), _task(row)) for row in chosen if _short(row)}
+        for name, found in _scores(chosen).items():
+            cells = [
+                _cell(found.get(task)) + (" †" if (name, task) in short else "") for task in tasks
+            ]
+            whole = all(t in found and (name, t) not in short for t in published.LRA_TASKS)
+            medians = [median(found[t]) for t in published.LRA_TASKS if t in found]
+            mean = f"{sum(medians) / len(medians):.1f}" if whole else ""
+            lines.append([name, f"here{', ' * bool(protocol)}{protocol}", *cells, mean])
+    for (name, source), printed in published.LRA.items():
+        known = dict(zip(published.LRA_TASKS, printed, strict=True))
+        cells = [f"{known[t]:.1f}" if t in known else "" for t in tasks]
+        lines.append([name, source, *cells, f"{sum(printed) / len(printed):.1f}"])
+    return [
+        Section(
+            "Long Range Arena",
+            "Accuracy in percent, the median over seeds and its range; the average is over the "
+            "five tasks. † fewer steps than in published runs, which are of the arena's own data.",
+            _speed(rows, _scores(rows), prefix),
+            [Table(["method", "source", *tasks, "average"], lines)],
+        )
+    ]
+
+
+def _short(row: Mapping[str, Any]) -> bool:
+    """Whether a run had fewer steps than published ones, as far as that can be told."""
+    wanted = published.LRA_STEPS.get(_task(row))
+    return wanted is not None and row.get("steps") is not None and row["steps"] < wanted
+
+
+def _speed(rows: Rows, scores: Scores, prefix: str) -> list[Chart]:
+    """Mean accuracy against tokens a second, over the tasks that every method has."""
+    common = set.intersection(*(set(found) for found in scores.values()))
+    rates: dict[str, list[float]] = {}
+    for row in rows:
+        if row.get("tokens_per_second") and _task(row) in common:
+            rates.setdefault(_name(row), []).append(math.log(row["tokens_per_second"]))
+    data = []
+    for name, logs in rates.items():
+        mean = sum(median(scores[name][task]) for task in common) / len(common)
+        x = [math.exp(sum(logs) / len(logs))]
+        data.append(trace(name, x, [mean], mode="markers"))
+    if len(data) < 2:
+        return []
+    x_axis = {"type": "log", "title": "tokens a second in training", "exponentformat": "none"}
+    figure = {"data": data, "layout": layout(x_axis, {"title": "accuracy (%)"})}
+    caption = f"Accuracy against speed: means over {', '.join(sorted(common))}."
+    return [Chart(f"{prefix}lra", figure, caption)]
+
+
+def _language(rows: Rows) -> list[Section]:
+    lines = []
+    for row in rows:
+        for split, values in row["metrics"].items():
+            length = (row.get("recipe") or {}).get("length", "")
+            rate = row.get("tokens_per_second")
+            shown = [values.get("loss"), values.get("perplexity"), values.get("accuracy")]
+            lines.append(
+                [
+                    _name(row),
+                    f"{length}",
+                    split,
+                    *("" if x is None else number(x) for x in shown),
+                    "" if not rate else number(rate),
+                ]
+            )
+    head = ["method", "trained at", "split", "loss", "perplexity", "accuracy", "tokens a second"]
+    text = "Masked-language-model pre-training, on held-out text."
+    return [Section("Masked language models", text, (), [Table(head, lines)])] if lines else []
+
+
+def _glue(rows: Rows) -> list[Section]:
+    scores = _scores(rows)
+    if not scores:
+        return []
+    tasks = list(dict.fromkeys(task for found in scores.values() for task in found))
+    lines = [[n, "here", *(_cell(found.get(t)) for t in tasks)] for n, found in scores.items()]
+    for (name, source), known in published.GLUE.items():
+        if any(task in known for task in tasks):
+            cells = (f"{known[t]:.1f}" if t in known else "" for t in tasks)
+            lines.append([name, source, *cells])
+    return [
+        Section(
+            "GLUE and other fine-tuning",
+            "Percent on the development sets, the median over seeds and its range. Published rows "
+            "are of models pre-trained on far more text.",
+            tables=[Table(["method", "source", *tasks], lines)],
+        )
+    ]
