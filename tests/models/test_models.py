@@ -296,7 +296,7 @@ def test_wrong_configurations_and_inputs_are_refused():
         (dict(method="nystroem"), "method must be one of"),
         (dict(norm="middle"), "norm must be one of 'post', 'pre', got 'middle'"),
         (dict(positions="relative"), "positions must be one of 'learned', 'rotary'"),
-        (dict(pooling="max"), "pooling must be one of 'first', 'mean', got 'max'"),
+        (dict(pooling="max"), "pooling must be one of 'first', 'mean', 'padded-mean', got 'max'"),
         (dict(num_attention_heads=5), "multiple of num_attention_heads, got 32 and 5"),
         (dict(num_attention_heads=32, positions="rotary"), "must be even"),
     ):
