@@ -1,13 +1,15 @@
-"""The command line: `longspan demo`, `methods`, `doctor`."""
+"""The command line: `longspan demo`, `train`, `tokenize`, `tasks`, `methods`, `doctor`."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -54,6 +56,90 @@ def demo(
 
 
 @app.command()
+def train(
+    task: Annotated[str, typer.Argument(help="mlm, mlm-sop, glue/TASK, imdb; `longspan tasks`.")],
+    method: Annotated[str, typer.Option(help="A method; `longspan methods` lists them.")] = "yoso",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="name=value: an option of the method, or anything about the "
+            "recipe, the model or the data; repeat for more.",
+        ),
+    ] = None,
+    data_dir: Annotated[
+        Path, typer.Option(help="Folder of the data, or hf:NAME of Hugging Face.")
+    ] = Path("data"),
+    output: Annotated[
+        Path, typer.Option(help="Folder of checkpoints, rows and the trained model.")
+    ] = Path("longspan-train"),
+    size: Annotated[
+        str | None, typer.Option(help="tiny, small (4 × 512) or base (12 × 768).")
+    ] = None,
+    length: Annotated[int | None, typer.Option(min=8, help="Tokens of a sequence.")] = None,
+    start: Annotated[
+        Path | None, typer.Option(help="Start from the trained model in this folder.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, order and masks.")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the last whole checkpoint in --output.")
+    ] = False,
+    eval_only: Annotated[
+        bool, typer.Option("--eval-only", help="Only score the model in --output.")
+    ] = False,
+    keep_best: Annotated[
+        bool, typer.Option("--keep-best", help="End with the weights of the best evaluation.")
+    ] = False,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Seconds after which to stop with a checkpoint.")
+    ] = None,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Also write TensorBoard's files to --output.")
+    ] = False,
+) -> None:
+    """Train a model with a method on a task, on transformers' Trainer."""
+    training = _training()
+    with _user_input():
+        outcome = training.train(
+            task, method, settings or [], data_dir=data_dir, output=output, size=size,
+            length=length, start=start, seed=seed, resume=resume, eval_only=eval_only,
+            keep_best=keep_best, time_limit=time_limit, tensorboard=tensorboard,
+        )  # fmt: skip
+    raise typer.Exit(outcome)
+
+
+@app.command()
+def tokenize(
+    sources: Annotated[
+        list[str], typer.Argument(help="Parquet or text files, folders of them, or hf:NAME.")
+    ],
+    output: Annotated[Path, typer.Option(help="Folder to make, for `train mlm --data-dir`.")],
+    vocab_size: Annotated[int, typer.Option(min=100, help="Of a tokenizer to train.")] = 16_384,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Take this one: tokenizer.json, vocab.txt, a hub's name.")
+    ] = None,
+    column: Annotated[str, typer.Option(help="The parquet column of the text.")] = "text",
+) -> None:
+    """Tokenize a corpus once, with a tokenizer trained on it or a given one."""
+    training = _training()
+    with _user_input():
+        training.tokenize(
+            sources, output, vocab_size=vocab_size, tokenizer=tokenizer, column=column
+        )
+
+
+@app.command()
+def tasks() -> None:
+    """List the tasks that `longspan train` knows, with the number that is best."""
+    table = Table()
+    for column in ("task", "what it is", "best by"):
+        table.add_column(column)
+    for name, row in _training().TASKS.items():
+        table.add_row(f"[bold]{name}[/]", row.summary, row.best.removeprefix("-"))
+    Console().print(table)
+
+
+@app.command()
 def methods() -> None:
     """List the methods: cost, paper, and options with their defaults."""
     table = Table(show_lines=True)
@@ -81,6 +167,16 @@ def doctor() -> None:
 def main() -> None:
     """The entry point of `longspan`."""
     app()
+
+
+def _training() -> ModuleType:
+    """The commands of training, which need more than torch."""
+    try:
+        return importlib.import_module("longspan.training.commands")
+    except ModuleNotFoundError as error:
+        message = f"longspan: training needs {error.name}: pip install 'longspan[train]'"
+        Console(stderr=True).print(escape(message), soft_wrap=True)
+        raise typer.Exit(BAD_INPUT) from None
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Training on transformers' Trainer: recipes of (task, method); needs longspan[train]."""

@@ -1,0 +1,150 @@
+"""Recipes: everything about a run but its data and seed, as functions of task and method.
+
+Sources: the hyper-parameters of the YOSO, Nyströmformer and Linformer papers and of their released
+code. What the papers left open (small corpora, few steps) is what `--set` is for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from longspan.attention import checks
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=2, intermediate_size=128),
+    "small": dict(
+        num_hidden_layers=4, hidden_size=512, num_attention_heads=8, intermediate_size=2048
+    ),
+    "base": dict(
+        num_hidden_layers=12, hidden_size=768, num_attention_heads=12, intermediate_size=3072
+    ),
+}
+SCHEDULES = ("linear", "constant", "cosine")
+PRECISIONS = ("auto", "bf16", "fp32")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one run is made.
+
+    Args:
+        length: tokens of a sequence.
+        batch: sequences of a step, over all processes and accumulated parts.
+        learning_rate: its peak.
+        steps: of the optimizer; 0 counts `epochs` instead.
+        epochs: passes over the training rows.
+        warmup: steps of linear warm-up; below 1, a share of all steps.
+        schedule: after warm-up: "linear" or "cosine" to zero, or "constant".
+        weight_decay, adam_beta2, adam_epsilon: of AdamW.
+        clip: norm that gradients are clipped to; 0 leaves them.
+        accumulate: parts that a step's batch is computed in, for less memory.
+        checkpointing: compute layers again in the backward pass, for less memory.
+        precision: "bf16" under autocast, "fp32", or "auto": bf16 on a GPU that has it.
+        evaluate_every: steps between evaluations; 0 evaluates each epoch, or at the end of a run
+            that counts steps.
+        save_every: steps between checkpoints; 0 saves only when the run is stopped.
+        patience: evaluations without improvement after which training stops; 0 never stops it.
+        compile: whether `torch.compile` is used: a minute to start, faster steps.
+        config: fields of `LongspanConfig`.
+        options: of the method.
+        data: options of the task's data.
+    """
+
+    length: int
+    batch: int
+    learning_rate: float
+    steps: int = 0
+    epochs: float = 0.0
+    warmup: float = 0.0
+    schedule: str = "linear"
+    weight_decay: float = 0.01
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-6
+    clip: float = 1.0
+    accumulate: int = 1
+    checkpointing: bool = False
+    precision: str = "auto"
+    evaluate_every: int = 0
+    save_every: int = 0
+    patience: int = 0
+    compile: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check what nothing below checks."""
+        for name in ("length", "batch", "accumulate"):
+            checks.integer(name, getattr(self, name), 1)
+        for name in ("steps", "evaluate_every", "save_every", "patience"):
+            checks.integer(name, getattr(self, name), 0)
+        checks.choice("schedule", self.schedule, SCHEDULES)
+        checks.choice("precision", self.precision, PRECISIONS)
+        if not self.steps and self.epochs <= 0:
+            raise ValueError("epochs must be above 0 where steps is 0, got 0")
+
+    def changed(self, **changes: Any) -> Recipe:
+        """A copy with some fields changed; `config`, `options` and `data` are merged."""
+        for name in ("config", "options", "data"):
+            if name in changes:
+                changes[name] = {**getattr(self, name), **changes[name]}
+        return dataclasses.replace(self, **changes)
+
+
+def options(method: str, length: int) -> dict[str, Any]:
+    """What the papers give each method at pre-training; other methods keep their defaults."""
+    papers: dict[str, dict[str, Any]] = {
+        "yoso": {"num_hashes": 32, "hash_bits": 9},  # the published 4096 model has 9 bits, too
+        "yoso_expectation": {"hash_bits": 9},
+        "nystrom": {"num_landmarks": 64},
+        "linformer": {"projected_length": min(256, length)},
+    }
+    return papers.get(method, {})
+
+
+def size(name: str) -> dict[str, int]:
+    """The layers and widths of a named size."""
+    checks.choice("size", name, SIZES)
+    return SIZES[name]
+
+
+def mlm(method: str, *, model_size: str = "small", length: int = 512) -> Recipe:
+    """BERT-style pre-training (YOSO's small model; Nyströmformer's differs in the steps).
+
+    512 tokens: batch 256, 1e-4, 1 % warm-up, a million steps (base: half a million). Longer, from a
+    512 model: 5e-5, batch 64, 75,000 steps.
+    """
+    long = length > 512
+    return Recipe(
+        length=length,
+        batch=64 if long else 256,
+        learning_rate=5e-5 if long else 1e-4,
+        steps=75_000 if long else {"base": 500_000}.get(model_size, 1_000_000),
+        warmup=0.01,
+        evaluate_every=2000,
+        save_every=2000,
+        config=dict(size(model_size), max_position_embeddings=length),
+        options=options(method, length),
+    )
+
+
+FAMILIES: dict[str, Callable[..., Recipe]] = {
+    "mlm": mlm,
+    "mlm-sop": mlm,
+}
+
+
+def find(
+    task: str, method: str, *, model_size: str | None = None, length: int | None = None
+) -> Recipe:
+    """The recipe of a task ("glue/rte" is of the family "glue") for a method.
+
+    `model_size` and `length` are the recipe's own unless given.
+    """
+    family = task.partition("/")[0]
+    checks.choice("task", family, FAMILIES)
+    given = {"model_size": model_size, "length": length}
+    return FAMILIES[family](method, **{k: v for k, v in given.items() if v is not None})

@@ -1,0 +1,165 @@
+"""The wiring to `transformers.Trainer`, which owns loop, precision, processes, checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Sampler
+from transformers import Trainer, TrainingArguments
+
+from longspan.tasks.base import Batch, Data, Examples, Task
+from longspan.training.callbacks import Journal
+from longspan.training.recipes import Recipe
+
+JOURNAL = "journal.json"  # written last: a checkpoint that has it is whole
+
+
+class Rows(Dataset):
+    """`Examples` as torch's loader takes them: a number says row and epoch, a list is a batch."""
+
+    def __init__(self, examples: Examples) -> None:
+        self.examples = examples
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitems__(self, numbers: Sequence[int]) -> Batch:
+        """The batch of rows number modulo length, all of one epoch."""
+        rows = len(self.examples)
+        return self.examples.batch([n % rows for n in numbers], numbers[0] // rows)
+
+    def __getitem__(self, number: int) -> Batch:
+        return self.__getitems__([number])
+
+
+class Shuffled(Sampler[int]):
+    """Whole batches of rows, each at most once an epoch, in an order of seed and epoch alone."""
+
+    def __init__(self, rows: int, batch: int, seed: int) -> None:
+        if batch > rows:
+            raise ValueError(f"batch must be at most the {rows} rows to train on, got {batch}")
+        self.rows, self.used, self.seed, self.epoch = rows, rows // batch * batch, seed, 0
+
+    def __len__(self) -> int:
+        return self.used
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by accelerate before each epoch."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = np.random.default_rng((self.seed, self.epoch)).permutation(self.rows)[: self.used]
+        return iter((order + self.epoch * self.rows).tolist())
+
+
+class LongspanTrainer(Trainer):
+    """Trainer with our order of rows, batches made by the task, and checkpoints that are whole."""
+
+    def __init__(
+        self,
+        task: Task,
+        data: Data,
+        model: Any,
+        arguments: TrainingArguments,
+        journal: Journal,
+        callbacks: list[Any],
+    ) -> None:
+        self.data, self.journal = data, journal
+        first = next(iter(data.evaluation.values()))
+
+        def score(prediction: Any) -> dict[str, float]:
+            return task.score(prediction.predictions, prediction.label_ids)
+
+        super().__init__(
+            model=model,
+            args=arguments,
+            data_collator=lambda batch: batch,
+            train_dataset=Rows(data.train),
+            eval_dataset=Rows(first),
+            compute_metrics=score,
+            preprocess_logits_for_metrics=task.keep,
+            callbacks=[journal, *callbacks],
+        )
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Shuffled:
+        parts = self.args.world_size * self.args.gradient_accumulation_steps
+        batch = self.args.per_device_train_batch_size * parts
+        return Shuffled(len(self.data.train), batch, self.args.seed)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            unfinished = folder / f"{JOURNAL}.part"
+            unfinished.write_text(json.dumps(self.journal.state()))
+            unfinished.rename(folder / JOURNAL)
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The latest checkpoint that was written to its end, None where there is none."""
+    whole = [path.parent for path in folder.glob(f"checkpoint-*/{JOURNAL}")]
+    return max(whole, key=lambda path: int(path.name.partition("-")[2]), default=None)
+
+
+def arguments(
+    recipe: Recipe, data: Data, folder: Path, seed: int, report_to: list[str]
+) -> TrainingArguments:
+    """The recipe in Trainer's words."""
+    on_gpu = torch.cuda.is_available()
+    bf16 = recipe.precision == "bf16" or (
+        recipe.precision == "auto" and on_gpu and torch.cuda.is_bf16_supported()
+    )
+    evaluate = ("steps" if recipe.evaluate_every else "epoch") if _during(recipe) else "no"
+    made = TrainingArguments(
+        output_dir=str(folder),
+        seed=seed,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=recipe.accumulate,
+        max_steps=recipe.steps or -1,
+        num_train_epochs=recipe.epochs or 1.0,
+        learning_rate=recipe.learning_rate,
+        warmup_steps=recipe.warmup,
+        lr_scheduler_type=_schedule(recipe),
+        weight_decay=recipe.weight_decay,
+        adam_beta2=recipe.adam_beta2,
+        adam_epsilon=recipe.adam_epsilon,
+        max_grad_norm=recipe.clip,
+        bf16=bf16,
+        torch_compile=recipe.compile,
+        gradient_checkpointing=recipe.checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        eval_strategy=evaluate,
+        eval_steps=recipe.evaluate_every or None,
+        save_strategy="steps" if recipe.save_every else "no",
+        save_steps=recipe.save_every or 500,
+        save_total_limit=2,  # while one is being written the other is whole
+        logging_steps=10,
+        logging_nan_inf_filter=False,  # it would make the host wait for every step
+        report_to=report_to,
+        remove_unused_columns=False,
+        dataloader_pin_memory=on_gpu and not data.resident,
+        disable_tqdm=True,
+        ddp_find_unused_parameters=False,
+    )
+    parts = made.world_size * recipe.accumulate
+    if recipe.batch % parts:
+        raise ValueError(
+            f"batch must be a multiple of processes × accumulate = {parts}, got {recipe.batch}"
+        )
+    made.per_device_train_batch_size = recipe.batch // parts
+    made.per_device_eval_batch_size = max(1, recipe.batch // parts)
+    return made
+
+
+def _during(recipe: Recipe) -> bool:
+    """Whether there are evaluations before the end."""
+    return bool(recipe.evaluate_every or recipe.epochs or recipe.patience)
+
+
+def _schedule(recipe: Recipe) -> str:
+    return "constant_with_warmup" if recipe.schedule == "constant" else recipe.schedule
