@@ -2,11 +2,12 @@
 
 from longspan.attention import checks
 from longspan.tasks.base import Batch, Data, Examples, Task
+from longspan.tasks.lra import LRA
 from longspan.tasks.mlm import MLM, MLM_SOP
 
 __all__ = ["TASKS", "Batch", "Data", "Examples", "Task", "find"]
 
-TASKS: dict[str, Task] = {task.name: task for task in (MLM, MLM_SOP)}
+TASKS: dict[str, Task] = {task.name: task for task in (MLM, MLM_SOP, *LRA)}
 
 
 def find(name: str) -> Task:

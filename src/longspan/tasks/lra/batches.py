@@ -34,10 +34,15 @@ class ByteExamples:
     def __len__(self) -> int:
         return len(self.split)
 
+    def mean_length(self) -> float:
+        """Tokens of an example, padding not counted."""
+        tokens = self.split.lengths.clamp(max=self.length)[self.split.rows].sum(1)
+        return float(tokens.float().mean())
+
     def batch(self, indices: Sequence[int] | Tensor, epoch: int = 0) -> dict[str, Tensor]:
         """input_ids (B, N), attention_mask unless all is valid, labels (B,); for pairs `pair_…`."""
         device = self.split.data.device
-        chosen = torch.as_tensor(indices).to(device, non_blocking=True)
+        chosen = torch.as_tensor(indices, device=device)
         rows = self.split.rows[chosen]
         batch: dict[str, Tensor] = {"labels": self.split.labels[chosen]}
         for column, prefix in zip(rows.unbind(1), ("", "pair_"), strict=False):
