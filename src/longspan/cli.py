@@ -57,7 +57,7 @@ def demo(
 
 @app.command()
 def train(
-    task: Annotated[str, typer.Argument(help="mlm, mlm-sop, glue/TASK, imdb; `longspan tasks`.")],
+    task: Annotated[str, typer.Argument(help="mlm, glue/rte, lra/listops, …; `longspan tasks`.")],
     method: Annotated[str, typer.Option(help="A method; `longspan methods` lists them.")] = "yoso",
     settings: Annotated[
         list[str] | None,
@@ -77,6 +77,9 @@ def train(
         str | None, typer.Option(help="tiny, small (4 × 512) or base (12 × 768).")
     ] = None,
     length: Annotated[int | None, typer.Option(min=8, help="Tokens of a sequence.")] = None,
+    protocol: Annotated[
+        str | None, typer.Option(help="Of lra/…: longspan (default), wisconsin or google.")
+    ] = None,
     start: Annotated[
         Path | None, typer.Option(help="Start from the trained model in this folder.")
     ] = None,
@@ -102,7 +105,7 @@ def train(
     with _user_input():
         outcome = training.train(
             task, method, settings or [], data_dir=data_dir, output=output, size=size,
-            length=length, start=start, seed=seed, resume=resume, eval_only=eval_only,
+            length=length, protocol=protocol, start=start, seed=seed, resume=resume, eval_only=eval_only,
             keep_best=keep_best, time_limit=time_limit, tensorboard=tensorboard,
         )  # fmt: skip
     raise typer.Exit(outcome)

@@ -24,6 +24,7 @@ def train(
     output: Path,
     size: str | None,
     length: int | None,
+    protocol: str | None,
     start: Path | None,
     seed: int,
     resume: bool,
@@ -37,12 +38,12 @@ def train(
     find_method(method)
     if tensorboard and not find_spec("tensorboard"):
         raise ModuleNotFoundError("--tensorboard needs tensorboard: pip install tensorboard")
-    recipe = recipes.find(task, method, model_size=size, length=length)
+    recipe = recipes.find(task, method, model_size=size, length=length, protocol=protocol)
     recipe = settings.apply(recipe, row, method, settings.parse(given))
     outcome = run.train(
         run.Run(
             row, method, recipe, data_dir, output, seed, start,
-            keep_best=keep_best, tensorboard=tensorboard,
+            keep_best=keep_best or recipe.keep_best, tensorboard=tensorboard,
         ),
         resume=resume, eval_only=eval_only, time_limit=time_limit,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longspan.attention import checks
+from longspan.training import lra as arena
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=2, intermediate_size=128),
@@ -118,7 +119,7 @@ def size(name: str) -> dict[str, int]:
     return SIZES[name]
 
 
-def mlm(method: str, *, model_size: str = "small", length: int = 512) -> Recipe:
+def mlm(method: str, *, task: str, model_size: str = "small", length: int = 512) -> Recipe:
     """BERT-style pre-training (YOSO's small model; Nyströmformer's differs in the steps).
 
     512 tokens: batch 256, 1e-4, 1 % warm-up, a million steps (base: half a million). Longer, from a
@@ -138,20 +139,68 @@ def mlm(method: str, *, model_size: str = "small", length: int = 512) -> Recipe:
     )
 
 
+def glue(method: str, *, task: str, model_size: str = "small", length: int = 128) -> Recipe:
+    """Fine-tuning: AdamW, 3e-5, batch 32, 4 epochs, 5 % warm-up (Nyströmformer's settings).
+
+    `GRID` holds the learning rates and batch sizes that the papers search for MRPC, RTE and the
+    other small ones.
+    """
+    return Recipe(
+        length=length,
+        batch=32,
+        learning_rate=3e-5,
+        epochs=4,
+        warmup=0.05,
+        config=dict(size(model_size), max_position_embeddings=max(512, length)),
+        options=options(method, length),
+    )
+
+
+GRID: dict[str, list[Any]] = {"learning_rate": [2e-5, 3e-5, 4e-5, 5e-5], "batch": [8, 16, 32]}
+
+
+def imdb(method: str, *, task: str, model_size: str = "small", length: int = 512) -> Recipe:
+    """Fine-tuning on reviews cut to 512 or 4096 tokens, as `glue`."""
+    return glue(method, task=task, model_size=model_size, length=length)
+
+
+def lra(
+    method: str,
+    *,
+    task: str,
+    model_size: str | None = None,
+    length: int | None = None,
+    protocol: str = "longspan",
+) -> Recipe:
+    """The Long Range Arena, as `longspan.training.lra` says."""
+    recipe = Recipe(**arena.fields(method, task, length=length, protocol=protocol))
+    return recipe if model_size is None else recipe.changed(config=size(model_size))
+
+
 FAMILIES: dict[str, Callable[..., Recipe]] = {
     "mlm": mlm,
     "mlm-sop": mlm,
+    "glue": glue,
+    "imdb": imdb,
+    "lra": lra,
 }
 
 
 def find(
-    task: str, method: str, *, model_size: str | None = None, length: int | None = None
+    task: str,
+    method: str,
+    *,
+    model_size: str | None = None,
+    length: int | None = None,
+    protocol: str | None = None,
 ) -> Recipe:
     """The recipe of a task ("glue/rte" is of the family "glue") for a method.
 
-    `model_size` and `length` are the recipe's own unless given.
+    `model_size`, `length` and `protocol` are the recipe's own unless given.
     """
     family = task.partition("/")[0]
     checks.choice("task", family, FAMILIES)
-    given = {"model_size": model_size, "length": length}
+    if protocol is not None and family != "lra":
+        raise ValueError(f"protocol must be left out for {task}: only lra/… has one")
+    given = {"task": task, "model_size": model_size, "length": length, "protocol": protocol}
     return FAMILIES[family](method, **{k: v for k, v in given.items() if v is not None})

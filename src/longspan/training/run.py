@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from accelerate import PartialState
 from rich.console import Console
@@ -19,6 +21,7 @@ from longspan.training.callbacks import Journal, Stop, Watch, numbers
 from longspan.training.recipes import Recipe
 from longspan.training.trainer import JOURNAL, LongspanTrainer, Rows, arguments, last_checkpoint
 
+TOKENIZER = "tokenizer.json"
 STOPPED = "stopped"
 FINISHED = "finished"
 
@@ -83,9 +86,7 @@ def train(
     console = console or Console(quiet=not state.is_main_process)
     device = state.device
     with state.main_process_first():  # who prepares files that all then read
-        data = run.task.load(
-            run.data_dir, length=run.recipe.length, device=device, **run.recipe.data
-        )
+        data = _load(run, device)
     _check_output(run, resume or eval_only)
     made = arguments(run.recipe, data, run.output, run.seed, _reporters(run))
     transformers.set_seed(run.seed)
@@ -99,7 +100,9 @@ def train(
     stop = Stop(time_limit)
     title = f"{run.task.name} {run.method}"
     watch = Watch(title, run.recipe.batch * run.recipe.length, console)
-    trainer = LongspanTrainer(run.task, data, model, made, journal, [stop, watch])
+    trainer = LongspanTrainer(
+        run.task, data, model, made, journal, [stop, watch], graph=run.recipe.graph
+    )
     for noisy in (transformers.PrinterCallback, transformers.ProgressCallback):
         trainer.remove_callback(noisy)
     if not eval_only:
@@ -118,6 +121,15 @@ def train(
         if data.tokenizer is not None and state.is_main_process:
             data.tokenizer.save_pretrained(str(run.output / "model"))
     return Outcome(FINISHED, row, step=trainer.state.global_step)
+
+
+def _load(run: Run, device: torch.device) -> Data:
+    """The data; a trained model to start from brings its tokenizer."""
+    options = dict(run.recipe.data)
+    asks = inspect.signature(run.task.load).parameters
+    if run.start is not None and "tokenizer" in asks and (run.start / TOKENIZER).is_file():
+        options.setdefault("tokenizer", str(run.start))
+    return run.task.load(run.data_dir, length=run.recipe.length, device=device, **options)
 
 
 def build_model(run: Run, data: Data, trained: Path | None = None) -> Any:

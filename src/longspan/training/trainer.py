@@ -14,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from longspan.tasks.base import Batch, Data, Examples, Task
 from longspan.training.callbacks import Journal
+from longspan.training.graph import StepGraph
 from longspan.training.recipes import Recipe
 
 JOURNAL = "journal.json"  # written last: a checkpoint that has it is whole
@@ -68,8 +69,10 @@ class LongspanTrainer(Trainer):
         arguments: TrainingArguments,
         journal: Journal,
         callbacks: list[Any],
+        graph: bool = False,
     ) -> None:
         self.data, self.journal = data, journal
+        self.graph = StepGraph(model.parameters()) if graph else None
         first = next(iter(data.evaluation.values()))
 
         def score(prediction: Any) -> dict[str, float]:
@@ -90,6 +93,14 @@ class LongspanTrainer(Trainer):
         parts = self.args.world_size * self.args.gradient_accumulation_steps
         batch = self.args.per_device_train_batch_size * parts
         return Shuffled(len(self.data.train), batch, self.args.seed)
+
+    def training_step(self, model: Any, inputs: Batch, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of a batch, replayed where they are recorded."""
+
+        def step(batch: Batch) -> torch.Tensor:
+            return super(LongspanTrainer, self).training_step(model, batch, *args, **kwargs)
+
+        return step(inputs) if self.graph is None else self.graph(step, inputs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
@@ -152,7 +163,12 @@ def arguments(
             f"batch must be a multiple of processes × accumulate = {parts}, got {recipe.batch}"
         )
     made.per_device_train_batch_size = recipe.batch // parts
-    made.per_device_eval_batch_size = max(1, recipe.batch // parts)
+    made.per_device_eval_batch_size = recipe.evaluation_batch or max(1, recipe.batch // parts)
+    if recipe.graph and (parts > 1 or made.device.type != "cuda"):
+        raise ValueError(
+            "graph must be false but for one process on an NVIDIA GPU without accumulation, got "
+            f"{made.world_size} on {made.device.type} and accumulate = {recipe.accumulate}"
+        )
     return made
 
 
