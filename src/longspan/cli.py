@@ -105,8 +105,9 @@ def train(
     with _user_input():
         outcome = training.train(
             task, method, settings or [], data_dir=data_dir, output=output, size=size,
-            length=length, protocol=protocol, start=start, seed=seed, resume=resume, eval_only=eval_only,
-            keep_best=keep_best, time_limit=time_limit, tensorboard=tensorboard,
+            length=length, protocol=protocol, start=start, seed=seed, resume=resume,
+            eval_only=eval_only, keep_best=keep_best, time_limit=time_limit,
+            tensorboard=tensorboard,
         )  # fmt: skip
     raise typer.Exit(outcome)
 

@@ -47,7 +47,7 @@ def test_values_by_hand(source, value):
 
 def test_parentheses_of_the_release_are_dropped():
     assert listops.encode("( ( ( [MAX 2 ) 9 ) ] )") == listops.encode("[MAX 2 9 ]")
-    with pytest.raises(ValueError, match="source must be made of 0 1 .*, got '\\[MEAN'"):
+    with pytest.raises(ValueError, match=r"source must be made of 0 1 .*, got '\[MEAN'"):
         listops.encode("[MEAN 2 9 ]")
 
 

@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
 from longspan.tasks.lra import pathfinder
 from longspan.tasks.lra.paths import tables
@@ -84,9 +82,7 @@ def test_released_layout(tmp_path, pictures):
     (folder / "metadata" / "0.npy").write_text("\n".join(lines) + "\n")
     found = pathfinder.find(tmp_path)
     assert [len(split) for split in found.values()] == [15, 2, 2]
-    by_pixels = {
-        pictures.images[i].tobytes(): pictures.labels[i] for i in range(20) if i != 7
-    }
+    by_pixels = {pictures.images[i].tobytes(): pictures.labels[i] for i in range(20) if i != 7}
     seen = {
         split.document(int(row)): int(label)
         for split in found.values()

@@ -1,4 +1,4 @@
-"""The Long Range Arena (Tay et al. 2021): sequences of 1,000 to 4,000 bytes or pixels, classified."""
+"""The Long Range Arena (Tay et al. 2021): classes of sequences of 1,000 to 4,000 tokens."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from longspan.tasks.lra.splits import Splits, single
 from longspan.tasks.lra.generate import Part, generate
+from longspan.tasks.lra.splits import Splits, single
 from longspan.tasks.lra.trees import SYMBOLS, grow
 
 SIZES = {"train": 96_000, "validation": 2_000, "test": 2_000}

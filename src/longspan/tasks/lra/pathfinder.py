@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from longspan.tasks.lra.splits import Splits, single
 from longspan.tasks.lra.generate import Part, generate
 from longspan.tasks.lra.pictures import draw
+from longspan.tasks.lra.splits import Splits, single
 
 HARD = "curv_contour_length_14"
 DASHES = 14
@@ -28,12 +29,9 @@ def find(data_dir: Path) -> Splits | None:
             pictures = list(_read(folder / HARD))
             order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(0))
             cuts = [0, len(order) * 8 // 10, len(order) * 9 // 10, len(order)]
-            parts = [order[a:b].tolist() for a, b in zip(cuts, cuts[1:], strict=False)]
+            parts = [order[a:b].tolist() for a, b in pairwise(cuts)]
             return single(
-                {
-                    name: [pictures[i] for i in part]
-                    for name, part in zip(SIZES, parts, strict=True)
-                }
+                {name: [pictures[i] for i in part] for name, part in zip(SIZES, parts, strict=True)}
             )
     return None
 
@@ -47,7 +45,7 @@ def _read(folder: Path) -> Iterator[tuple[bytes, int]]:
             words = line.split()
             content = (folder / words[0] / words[1]).read_bytes()
             if content:  # one released picture is an empty file
-                yield np.asarray(Image.open(io.BytesIO(content)).convert("L")).tobytes(), int(words[3])
+                yield Image.open(io.BytesIO(content)).convert("L").tobytes(), int(words[3])
 
 
 def make(

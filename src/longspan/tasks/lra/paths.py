@@ -87,7 +87,7 @@ def _disc() -> NDArray[np.float32]:
     large = np.where(place[:, None] ** 2 + place**2 <= 9, 255, 0).astype(np.uint8)
     small = Image.fromarray(large).resize((SIZE, SIZE), Image.Resampling.LANCZOS)
     middle = slice(SIZE // 2 - REACH, SIZE // 2 + REACH + 1)
-    return np.asarray(small)[middle, middle].astype(np.float32) / 255
+    return np.asarray(small)[middle, middle].astype(np.float32) / np.float32(255)
 
 
 def _survives(kernel: NDArray[np.bool_]) -> bool:
@@ -118,8 +118,8 @@ def tables() -> Tables:
     turn = np.abs((towards - direction[:, None] + 180) % 360 - 180)
     weight = np.maximum(np.cos(np.radians(np.minimum(turn, 90))), 0) ** 2
     kernel = blocked[:360].reshape(360, 9, 9)[:, :7, :7] == 255
-    head = np.array([_step(d, DASH) for d in seeds])
-    back = np.array([_step(d + 180, reach) for d in seeds])
+    head = np.array([_step(float(d), DASH) for d in seeds])
+    back = np.array([_step(float(d) + 180, reach) for d in seeds])
     return Tables(
         ink=(ink / 255).astype(np.float32),
         blocked=blocked.astype(np.int16),

@@ -72,8 +72,8 @@ def pairs(
 
     Returns their canvases of taken pixels, both paths, and the tails they started from (n, 2, 2).
     """
-    found = []
-    while sum(len(starts) for *_, starts in found) < count:
+    found = [_grown(rng, POOL, length)]
+    while sum(len(starts) for _, _, _, starts in found) < count:
         found.append(_grown(rng, POOL, length))
     taken, first, second, starts = zip(*found, strict=True)
     return (

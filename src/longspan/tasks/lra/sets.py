@@ -58,6 +58,7 @@ SETS = {
         batch=32,
         get=f"it is generated, or read from listops-1000 of {LRA_RELEASE}",
         make=listops.make,
+        checksum="d7776d82aae6b7fd302c167d4038d85a964a065517d05fa63bea480982019270",
     ),
     "text": Set(
         text.find,
@@ -109,13 +110,14 @@ SETS = {
         batch=256,
         get=f"it is generated, or read from pathfinder32 of {LRA_RELEASE}",
         make=pathfinder.make,
+        checksum="9bac6324553dcc85fea2aa02e5bedc3f7e61de64029c5da44821078c37a64806",
         pixels=True,
     ),
 }
 
 
 def prepare(name: str, data_dir: Path, seed: int = 0) -> Splits:
-    """The splits a set is published in, from `lra-{name}.npz` in `data_dir`, which is made if need be.
+    """The splits a set is published in, kept as `lra-{name}.npz` in `data_dir` from the first time.
 
     Raises `FileNotFoundError`, with how to get the set, where it is neither there nor generated.
     """

@@ -35,9 +35,7 @@ class Split:
 
     def pick(self, indices: Tensor) -> Split:
         """Some of the examples, of the same documents."""
-        return Split(
-            self.data, self.starts, self.lengths, self.rows[indices], self.labels[indices]
-        )
+        return Split(self.data, self.starts, self.lengths, self.rows[indices], self.labels[indices])
 
     def to(self, device: torch.device | str) -> Split:
         """The same on another device."""
@@ -59,11 +57,8 @@ def collect(
     """Split by split from documents and, for each split, rows of documents and labels."""
     lengths = torch.tensor([len(x) for x in documents])
     data = torch.frombuffer(bytearray(b"".join(documents) or b"\0"), dtype=torch.uint8)
-    return from_arrays(
-        data,
-        lengths,
-        {name: (torch.tensor(rows), torch.tensor(labels)) for name, (rows, labels) in splits.items()},
-    )
+    tensors = {name: (torch.tensor(x), torch.tensor(y)) for name, (x, y) in splits.items()}
+    return from_arrays(data, lengths, tensors)
 
 
 def from_arrays(

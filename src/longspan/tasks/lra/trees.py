@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-SYMBOLS = tuple("0123456789") + ("[MIN", "[MAX", "[MED", "[SM", "]")
+SYMBOLS = (*"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
 MIN, MAX, MED, SM, CLOSE = range(10, 15)
 OPERATOR = 0.25
 ARGUMENTS = 2, 10
