@@ -113,6 +113,39 @@ def train(
 
 
 @app.command()
+def arena(
+    task: Annotated[
+        list[str] | None, typer.Option(help="lra/listops, …; repeat for more (default: all five).")
+    ] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="A method; repeat for more (default: six of them).")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each, with seeds 0, 1, …")] = 1,
+    protocol: Annotated[str, typer.Option(help="longspan, wisconsin or google.")] = "longspan",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="name=value for every run, as in `train`.")
+    ] = None,
+    data_dir: Annotated[Path, typer.Option(help="Folder of the data.")] = Path("data"),
+    output: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("longspan-arena"),
+    rows: Annotated[
+        Path | None, typer.Option(help="File that finished runs are added to, and skipped by.")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs side by side.")] = None,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Seconds after which all runs stop with a checkpoint.")
+    ] = None,
+) -> None:
+    """Train every method on every task of the Long Range Arena; the same command continues."""
+    training = _training()
+    with _user_input():
+        left = training.arena(
+            task, method, settings or [], seeds=seeds, protocol=protocol, data_dir=data_dir,
+            output=output, rows=rows, jobs=jobs, time_limit=time_limit,
+        )  # fmt: skip
+    raise typer.Exit(1 if left else 0)
+
+
+@app.command()
 def tokenize(
     sources: Annotated[
         list[str], typer.Argument(help="Parquet or text files, folders of them, or hf:NAME.")

@@ -10,9 +10,10 @@ from rich.console import Console
 from longspan.attention.methods import find as find_method
 from longspan.tasks import TASKS, corpus
 from longspan.tasks import find as find_task
+from longspan.training import arena as runs
 from longspan.training import recipes, run, settings
 
-__all__ = ["TASKS", "tokenize", "train"]
+__all__ = ["TASKS", "arena", "tokenize", "train"]
 
 
 def train(
@@ -56,6 +57,39 @@ def train(
         )
         return 128 + outcome.signal if outcome.signal else 0
     return 0
+
+
+def arena(
+    tasks: list[str] | None,
+    methods: list[str] | None,
+    given: list[str],
+    *,
+    seeds: int,
+    protocol: str,
+    data_dir: Path,
+    output: Path,
+    rows: Path | None,
+    jobs: int | None,
+    time_limit: float | None,
+) -> int:
+    """Run a matrix of the Long Range Arena; returns how many runs are not finished."""
+    cells = runs.matrix(
+        tasks or runs.tasks(), methods or list(runs.METHODS), seeds, protocol, given
+    )
+    for cell in cells:  # what cannot be run is said before anything is
+        if not cell.task.startswith("lra/"):
+            raise ValueError(f"task must be one of the arena, lra/…, got {cell.task!r}")
+        recipe = recipes.find(cell.task, cell.method, protocol=protocol)
+        settings.apply(recipe, find_task(cell.task), cell.method, settings.parse(given))
+    left = runs.run(
+        cells, data_dir=data_dir, output=output, rows=rows or output / "rows.jsonl",
+        jobs=jobs or runs.default_jobs(), time_limit=time_limit,
+    )  # fmt: skip
+    if left:
+        Console(stderr=True).print(
+            f"{left} runs are not finished. The same command continues.", soft_wrap=True
+        )
+    return left
 
 
 def tokenize(

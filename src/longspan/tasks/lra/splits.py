@@ -33,7 +33,7 @@ class Split:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def pick(self, indices: Tensor) -> Split:
+    def pick(self, indices: Tensor | slice) -> Split:
         """Some of the examples, of the same documents."""
         return Split(self.data, self.starts, self.lengths, self.rows[indices], self.labels[indices])
 
