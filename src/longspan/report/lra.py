@@ -102,7 +102,10 @@ def groups(rows: Iterable[Row]) -> list[Group]:
             row["recipe"]["data"]["protocol"], row["steps"], settings,
         )  # fmt: skip
         found.setdefault(key, {})[row["seed"]] = row
-    made = [Group(*key, tuple(row for _, row in sorted(by.items()))) for key, by in found.items()]
+    made = [
+        Group._make((*key, tuple(row for _, row in sorted(by.items()))))
+        for key, by in found.items()
+    ]
     order = [*TASKS, EXTRA]
     return sorted(made, key=lambda g: (order.index(g.task), g.protocol, -g.steps))
 
@@ -116,9 +119,9 @@ def markdown(rows: Iterable[Row]) -> str:
     parts = [
         "# Long Range Arena",
         "Accuracy on the test split in percent, of the weights with the best validation: mean over "
-        "seeds ± standard deviation (how many seeds). † fewer steps or tokens than published; the average is "
-        "over five complete tasks. `longspan` is the protocol of correct masks and held-out "
-        "validation, `wisconsin` and `google` do as published code does.",
+        "seeds ± standard deviation (how many seeds). † fewer steps or tokens than published; the "
+        "average is over five complete tasks. `longspan` is the protocol of correct masks and "
+        "held-out validation, `wisconsin` and `google` do as published code does.",
         _table(["", "protocol", *tasks, "average"], [*_ours(found, tasks), *_theirs(tasks)]),
         "35 to 37 % of ListOps come from reading the outermost operator alone; only more than that "
         "shows that the tree is read. Differences of less than a point are noise on ListOps and "

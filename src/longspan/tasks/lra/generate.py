@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from rich.progress import track
 
-from longspan.tasks.lra.splits import Splits, from_arrays
+from longspan.tasks.lra.splits import Splits, from_arrays, write
 
 Part = tuple[list[bytes], Sequence[int]]  # documents and their labels
 PART = 1000
@@ -74,14 +74,12 @@ def _done(jobs: list[tuple], workers: int) -> Iterable[None]:
 
 
 def _part(job: tuple[Path, Callable[..., Part], tuple[int, int], int]) -> None:
-    """Make one part and write it; a file that is there is whole."""
+    """Make one part and write it."""
     path, make, entropy, count = job
     documents, labels = make(np.random.default_rng(entropy), count)
-    arrays = {
+    arrays: dict[str, np.ndarray] = {
         "data": np.frombuffer(b"".join(documents), np.uint8),
         "lengths": np.array([len(x) for x in documents], np.int32),
         "labels": np.asarray(labels, np.uint8),
     }
-    with (partial := path.with_suffix(".partial")).open("wb") as file:
-        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
-    partial.replace(path)
+    write(path, arrays)

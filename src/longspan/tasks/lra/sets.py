@@ -153,11 +153,11 @@ def arrange(name: str, splits: Splits, protocol: str) -> Splits:
         train: Split = splits["train"]
         order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
         held = int(len(train) * HELD_OUT)
-        found = {"train": train.pick(order[held:]), "validation": train.pick(order[:held])}
-        splits = {**splits, **found}
+        apart = {"train": train.pick(order[held:]), "validation": train.pick(order[:held])}
+        splits = {**splits, **apart}
     if published:
         batch = SETS[name].batch
         for split in ("validation", "test"):
-            whole = max(batch, len(splits[split]) // batch * batch)
-            splits = {**splits, split: splits[split].pick(torch.arange(whole))}
+            found = splits[split]
+            splits = {**splits, split: found.pick(slice(len(found) // batch * batch or None))}
     return splits

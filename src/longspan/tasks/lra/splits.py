@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,9 +99,17 @@ def save(path: Path, splits: Splits) -> None:
         arrays[f"{name}.rows"] = examples.rows.to(torch.int32).numpy()
         arrays[f"{name}.labels"] = examples.labels.to(torch.uint8).numpy()
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A file that is there is whole: written beside, then renamed.
-    with (partial := path.with_suffix(".partial")).open("wb") as file:
-        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+    write(path, arrays)
+
+
+def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write what `np.load` reads; a file that is there is whole."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    # numpy's own compression takes five times as long for a tenth less.
+    with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, np.ascontiguousarray(array))
     partial.replace(path)
 
 

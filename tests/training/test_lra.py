@@ -1,0 +1,219 @@
+"""The arena through Trainer: every task learns, both protocols, what a recipe says, the matrix."""
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from longspan import records
+from longspan.tasks import TASKS
+from longspan.tasks.lra import trees
+from longspan.tasks.lra.sets import SETS
+from longspan.tasks.lra.splits import save, single
+from longspan.training import arena, lra, recipes
+from longspan.training.run import Run, train
+
+RNG = np.random.default_rng(0)
+
+
+def listops(count):
+    """Flat lists of five digits: their operator alone tells more than the commonest class."""
+    digits = RNG.integers(0, 10, (count, 5))
+    names = RNG.choice([trees.MIN, trees.MAX], count)
+    counts = np.stack([np.bincount(row, minlength=10) for row in digits])
+    values = trees.value(names, counts)
+    return [
+        (bytes([name, *row, trees.CLOSE]), int(value))
+        for name, row, value in zip(names, digits, values, strict=True)
+    ]
+
+
+def text(count):
+    words = (b"dull ", b"bright ")
+    return [
+        (b"".join(words[int(RNG.random() < 0.3 + 0.4 * y)] for _ in range(9)), y)
+        for y in RNG.integers(0, 2, count).tolist()
+    ]
+
+
+def pictures(classes):
+    """Noise around a grey level that is the class."""
+
+    def make(count):
+        labels = RNG.integers(0, classes, count)
+        found = labels[:, None] * 20 + RNG.integers(0, 60, (count, 1024))
+        return [
+            (picture.astype(np.uint8).tobytes(), int(label))
+            for picture, label in zip(found, labels, strict=True)
+        ]
+
+    return make
+
+
+def pairs(count):
+    """Documents about one of two things; pairs that are about the same belong together."""
+    kinds = RNG.integers(0, 2, 2 * count)
+    documents = [(b"ab", b"xy")[k] * 8 for k in kinds]
+    rows = np.arange(2 * count).reshape(count, 2)
+    return documents, rows, (kinds[0::2] == kinds[1::2]).astype(int)
+
+
+def keep(folder, name):
+    """A small set where `prepare` looks for what it kept."""
+    sizes = {"train": 512, "validation": 64, "test": 256}
+    if name.startswith("retrieval"):
+        from longspan.tasks.lra.splits import collect
+
+        documents, splits, first = [], {}, 0
+        for split, size in sizes.items():
+            more, rows, labels = pairs(size)
+            splits[split] = (rows + first).tolist(), labels.tolist()
+            documents, first = documents + more, first + len(more)
+        save(folder / f"lra-{name}.npz", collect(documents, splits))
+        return
+    makers = {"listops": listops, "text": text, "image": pictures(10), "pathfinder": pictures(2)}
+    splits = {split: makers[name](size) for split, size in sizes.items()}
+    save(folder / f"lra-{name}.npz", single(splits))
+
+
+TINY = [
+    # task, method, protocol, tokens, steps; then what chance gives, and what must be reached
+    ("listops", "yoso", "longspan", 16, 80, 0.25, 0.40),
+    ("text", "nystrom", "longspan", 64, 60, 0.5, 0.75),
+    ("retrieval", "linformer", "wisconsin", 16, 80, 0.5, 0.9),
+    ("retrieval-wiki", "softmax", "longspan", 16, 80, 0.5, 0.9),
+    ("image", "yoso", "wisconsin", 64, 80, 0.1, 0.5),
+    ("pathfinder", "window", "longspan", 64, 40, 0.5, 0.9),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "protocol", "length", "steps", "chance", "goal"),
+    TINY,
+    ids=[f"{name}-{method}" for name, method, *_ in TINY],
+)
+def test_every_task_beats_chance(name, method, protocol, length, steps, chance, goal, tmp_path):
+    keep(tmp_path, name)
+    task = TASKS[f"lra/{name}"]
+    recipe = recipes.find(task.name, method, length=length, protocol=protocol).changed(
+        steps=steps, warmup=5, learning_rate=3e-3, evaluate_every=steps // 2, save_every=0,
+        batch=32, config=dict(hidden_dropout_prob=0.0),
+        options={"num_landmarks": 8} if method == "nystrom" else {},
+    )  # fmt: skip
+    outcome = train(
+        Run(task, method, recipe, tmp_path, tmp_path / "run", keep_best=True),
+        console=Console(quiet=True),
+    )
+    accuracy = outcome.row["metrics"]["test"]["accuracy"]
+    assert accuracy > goal > chance
+    assert outcome.row["recipe"]["data"]["protocol"] == protocol
+    assert [point["step"] for point in outcome.row["curve"]] == [steps // 2, steps]
+
+
+@pytest.mark.parametrize("method", ["softmax", "yoso", "yoso_expectation", "nystrom", "linformer"])
+@pytest.mark.parametrize("name", SETS)
+def test_recipes_are_wisconsins(name, method):
+    recipe = recipes.find(f"lra/{name}", method)
+    assert (recipe.learning_rate, recipe.weight_decay, recipe.clip) == (1e-4, 0, 0)
+    assert recipe.config["num_hidden_layers"] == 2
+    assert recipe.config["hidden_size"] == 64
+    assert recipe.config["num_attention_heads"] == 2
+    assert recipe.config["intermediate_size"] == 128
+    if method.startswith("yoso"):
+        assert 2 ** recipe.options["hash_bits"] == recipe.length == SETS[name].padded
+    published = recipes.find(f"lra/{name}", method, protocol="wisconsin")
+    assert published.evaluate_every < recipe.evaluate_every
+    assert (
+        published.changed(evaluate_every=recipe.evaluate_every, data={"protocol": "longspan"})
+        == recipe
+    )
+
+
+def test_google_has_its_own_sizes():
+    recipe = recipes.find("lra/listops", "softmax", protocol="google")
+    assert recipe.config["hidden_size"] == 512
+    assert recipe.schedule == "inverse_sqrt"
+    assert recipe.learning_rate == pytest.approx(0.05 / 1000**0.5)
+    with pytest.raises(ValueError, match="protocol must be one of 'longspan', 'wisconsin', 'goo"):
+        recipes.find("lra/listops", "softmax", protocol="amherst")
+    with pytest.raises(ValueError, match="protocol must be left out for mlm"):
+        recipes.find("mlm", "softmax", protocol="google")
+
+
+def test_protocols_read_the_same_pictures_differently(tmp_path):
+    keep(tmp_path, "image")
+    load = TASKS["lra/image"].load
+    ours, theirs = (
+        load(tmp_path, length=1024, device=torch.device("cpu"), protocol=protocol)
+        for protocol in ("longspan", "wisconsin")
+    )
+    a, b = ours.train.batch([0, 1], 0), theirs.train.batch([0, 1], 0)
+    assert torch.equal(a["input_ids"] - 1, b["input_ids"])
+    assert "attention_mask" not in a
+    assert torch.equal(b["attention_mask"], b["input_ids"] != 0)
+    assert ours.config["pooling"] == "mean"
+    assert theirs.config["pooling"] == "padded-mean"
+    few = load(tmp_path, length=1024, device=torch.device("cpu"), evaluation_rows=7)
+    assert [len(x) for x in few.evaluation.values()] == [7, 7]
+
+
+def test_graph_is_refused_on_a_cpu(tmp_path):
+    keep(tmp_path, "listops")
+    recipe = recipes.find("lra/listops", "softmax", length=16).changed(steps=2, graph=True)
+    run = Run(TASKS["lra/listops"], "softmax", recipe, tmp_path, tmp_path / "run")
+    with pytest.raises(ValueError, match="graph must be false but for one process on an NVIDIA"):
+        train(run, console=Console(quiet=True))
+
+
+@pytest.mark.slow
+def test_matrix_runs_continues_and_skips(tmp_path):
+    keep(tmp_path, "listops")
+    settings = ["length=16", "max_position_embeddings=16", "steps=4", "evaluate_every=2"]
+    cells = arena.matrix(["lra/listops"], ["softmax", "window"], 1, "longspan", settings)
+    assert [cell.method for cell in cells] == ["softmax", "window"]
+    places = dict(data_dir=tmp_path, output=tmp_path / "runs", rows=tmp_path / "rows.jsonl")
+    console = Console(quiet=True)
+    assert arena.run(cells, jobs=2, time_limit=0.0, console=console, **places) == 2
+    assert not (tmp_path / "rows.jsonl").exists()
+    assert arena.run(cells, jobs=2, console=console, **places) == 0
+    rows = records.read(tmp_path / "rows.jsonl")
+    assert {row["key"] for row in rows} == {cell.key for cell in cells}
+    assert all(row["side_by_side"] == 2 and row["steps"] == 4 for row in rows)
+    assert arena.run(cells, jobs=2, console=console, **places) == 0
+    assert len(records.read(tmp_path / "rows.jsonl")) == 2
+
+
+def test_a_run_that_fails_is_left(tmp_path):
+    keep(tmp_path, "listops")
+    (cell,) = arena.matrix(["lra/listops"], ["softmax"], 1, "longspan", ["batch=9999"])
+    said = Console(record=True, width=400, file=(tmp_path / "said").open("w"))
+    left = arena.run(
+        [cell], data_dir=tmp_path, output=tmp_path / "runs", rows=tmp_path / "rows.jsonl",
+        jobs=1, console=said,
+    )  # fmt: skip
+    assert left == 1
+    assert "not finished (exit code 2, see" in said.export_text()
+    log = (cell.folder(tmp_path / "runs") / "log.txt").read_text()
+    assert "batch must be at most the 512 rows" in log
+    said.file.close()
+
+
+def test_arena_says_what_it_cannot_run(tmp_path):
+    from longspan.training import commands
+
+    options = dict(seeds=1, protocol="longspan", data_dir=tmp_path, output=tmp_path / "runs",
+                   rows=None, jobs=1, time_limit=None)  # fmt: skip
+    with pytest.raises(ValueError, match="task must be one of the arena, lra/…, got 'mlm'"):
+        commands.arena(["mlm"], None, [], **options)
+    with pytest.raises(ValueError, match="did you mean 'steps'"):
+        commands.arena(["lra/listops"], ["softmax"], ["step=4"], **options)
+    with pytest.raises(FileNotFoundError, match="data_dir must hold the text set"):
+        commands.arena(["lra/text"], ["softmax"], [], **options)
+
+
+def test_steps_are_those_the_report_calls_published():
+    from longspan.report import lra as report
+
+    assert report.STEPS == lra.STEPS
+    for name, length in report.LENGTHS.items():
+        assert SETS[name].length == length
