@@ -1,4 +1,4 @@
-"""The command line: `longspan demo`, `train`, `tokenize`, `tasks`, `methods`, `doctor`."""
+"""The command line: `longspan demo`, `train`, `sweep`, `tokenize`, `methods`, …."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def train(
         ),
     ] = None,
     data_dir: Annotated[
-        Path, typer.Option(help="Folder of the data, or hf:NAME of Hugging Face.")
-    ] = Path("data"),
+        Path | None, typer.Option(help="Folder of the data, or hf:NAME of Hugging Face.")
+    ] = None,
     output: Annotated[
         Path, typer.Option(help="Folder of checkpoints, rows and the trained model.")
     ] = Path("longspan-train"),
@@ -83,7 +83,9 @@ def train(
     start: Annotated[
         Path | None, typer.Option(help="Start from the trained model in this folder.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, order and masks.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of weights, order and masks; 0 by default.")
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the last whole checkpoint in --output.")
     ] = False,
@@ -143,6 +145,47 @@ def arena(
             output=output, rows=rows, jobs=jobs, time_limit=time_limit,
         )  # fmt: skip
     raise typer.Exit(1 if left else 0)
+
+
+@app.command()
+def sweep(
+    task: Annotated[str, typer.Argument(help="As in `longspan train`.")],
+    data_dir: Annotated[Path, typer.Option(help="Folder of the data, or hf:NAME.")],
+    method: Annotated[list[str] | None, typer.Option(help="Repeat for more; yoso if none.")] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="name=value,value,…: num_hashes=8,32 or sharing=headwise,layerwise; "
+            "repeat for all combinations."
+        ),
+    ] = None,
+    grid: Annotated[
+        bool, typer.Option("--grid", help="Vary learning rates and batches as the papers do.")
+    ] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="As in `longspan train`, for all.")
+    ] = None,
+    output: Annotated[
+        Path, typer.Option(help="Folder of all runs, rows.jsonl and table.md.")
+    ] = Path("longspan-sweep"),
+    size: Annotated[str | None, typer.Option(help="tiny, small or base.")] = None,
+    length: Annotated[int | None, typer.Option(min=8, help="Tokens of a sequence.")] = None,
+    start: Annotated[Path | None, typer.Option(help="Start from this trained model.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each, 0, 1, …; medians.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs side by side.")] = 1,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Seconds; the same command continues later.")
+    ] = None,
+) -> None:
+    """Train a task for every combination of settings: ablations, and grids with medians."""
+    training = _training()
+    with _user_input():
+        code = training.sweep(
+            task, method or ["yoso"], vary or [], settings or [], data_dir=data_dir,
+            output=output, size=size, length=length, start=start, seeds=seeds, grid=grid,
+            jobs=jobs, time_limit=time_limit,
+        )  # fmt: skip
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -15,7 +15,15 @@ from longspan.attention.yoso import library
 EXTRAS = {
     "cuda": ("triton", "cuda-core"),
     "huggingface": ("transformers", "safetensors"),
-    "train": ("transformers", "accelerate", "tokenizers", "safetensors", "datasets"),
+    "train": (
+        "transformers",
+        "accelerate",
+        "tokenizers",
+        "safetensors",
+        "pyarrow",
+        "datasets",
+        "tensorboard",
+    ),
     "report": ("plotly", "jinja2", "matplotlib"),
 }
 COMPILERS = ("c++", "g++", "clang++", "cl")

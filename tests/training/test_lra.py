@@ -1,5 +1,7 @@
 """The arena through Trainer: every task learns, both protocols, what a recipe says, the matrix."""
 
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -101,7 +103,7 @@ def test_every_task_beats_chance(name, method, protocol, length, steps, chance, 
         options={"num_landmarks": 8} if method == "nystrom" else {},
     )  # fmt: skip
     outcome = train(
-        Run(task, method, recipe, tmp_path, tmp_path / "run", keep_best=True),
+        Run(task, method, recipe, tmp_path, tmp_path / "run"),
         console=Console(quiet=True),
     )
     accuracy = outcome.row["metrics"]["test"]["accuracy"]
@@ -169,46 +171,41 @@ def test_graph_is_refused_on_a_cpu(tmp_path):
 def test_matrix_runs_continues_and_skips(tmp_path):
     keep(tmp_path, "listops")
     settings = ["length=16", "max_position_embeddings=16", "steps=4", "evaluate_every=2"]
-    cells = arena.matrix(["lra/listops"], ["softmax", "window"], 1, "longspan", settings)
-    assert [cell.method for cell in cells] == ["softmax", "window"]
-    places = dict(data_dir=tmp_path, output=tmp_path / "runs", rows=tmp_path / "rows.jsonl")
-    console = Console(quiet=True)
-    assert arena.run(cells, jobs=2, time_limit=0.0, console=console, **places) == 2
+    said = io.StringIO()
+
+    def run(methods, **more):
+        options = dict(seeds=1, protocol="longspan", data_dir=tmp_path, output=tmp_path / "runs",
+                       rows=tmp_path / "rows.jsonl", jobs=1, time_limit=None)  # fmt: skip
+        return arena.arena(
+            ["lra/listops"], methods, settings, **{**options, **more},
+            console=Console(file=said, width=400),
+        )  # fmt: skip
+
+    assert run(["softmax", "window"], time_limit=0.0) == 1
+    assert "Left: lra-listops_softmax_longspan_" in said.getvalue()
     assert not (tmp_path / "rows.jsonl").exists()
-    assert arena.run(cells, jobs=2, console=console, **places) == 0
+    assert run(["softmax", "window"]) == 0
     rows = records.read(tmp_path / "rows.jsonl")
-    assert {row["key"] for row in rows} == {cell.key for cell in cells}
-    assert all(row["side_by_side"] == 2 and row["steps"] == 4 for row in rows)
-    assert arena.run(cells, jobs=2, console=console, **places) == 0
+    assert [row["method"] for row in rows] == ["softmax", "window"]
+    assert {(row["protocol"], row["settings"], row["steps"]) for row in rows} == {
+        ("longspan", " ".join(settings), 4)
+    }
+    assert all(row["best"]["step"] in (2, 4) for row in rows)
+    # What the rows hold is not run again, wherever its folder is.
+    assert run(["softmax"], output=tmp_path / "elsewhere") == 0
     assert len(records.read(tmp_path / "rows.jsonl")) == 2
-
-
-def test_a_run_that_fails_is_left(tmp_path):
-    keep(tmp_path, "listops")
-    (cell,) = arena.matrix(["lra/listops"], ["softmax"], 1, "longspan", ["batch=9999"])
-    said = Console(record=True, width=400, file=(tmp_path / "said").open("w"))
-    left = arena.run(
-        [cell], data_dir=tmp_path, output=tmp_path / "runs", rows=tmp_path / "rows.jsonl",
-        jobs=1, console=said,
-    )  # fmt: skip
-    assert left == 1
-    assert "not finished (exit code 2, see" in said.export_text()
-    log = (cell.folder(tmp_path / "runs") / "log.txt").read_text()
-    assert "batch must be at most the 512 rows" in log
-    said.file.close()
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_arena_says_what_it_cannot_run(tmp_path):
-    from longspan.training import commands
-
     options = dict(seeds=1, protocol="longspan", data_dir=tmp_path, output=tmp_path / "runs",
                    rows=None, jobs=1, time_limit=None)  # fmt: skip
     with pytest.raises(ValueError, match="task must be one of the arena, lra/…, got 'mlm'"):
-        commands.arena(["mlm"], None, [], **options)
+        arena.arena(["mlm"], None, [], **options)
     with pytest.raises(ValueError, match="did you mean 'steps'"):
-        commands.arena(["lra/listops"], ["softmax"], ["step=4"], **options)
+        arena.arena(["lra/listops"], ["softmax"], ["step=4"], **options)
     with pytest.raises(FileNotFoundError, match="data_dir must hold the text set"):
-        commands.arena(["lra/text"], ["softmax"], [], **options)
+        arena.arena(["lra/text"], ["softmax"], [], **options)
 
 
 def test_steps_are_those_the_report_calls_published():

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.attention import checks
+from longspan.attention.linformer import SequenceProjection
+from longspan.models import LongspanPreTrainedModel
 
 HOWS = ("tile", "interpolate")
 
@@ -16,6 +18,7 @@ def extend_positions(model: PreTrainedModel, length: int, how: str = "tile") -> 
     """Let a model with learned absolute positions take `length` tokens, in place.
 
     Rows that a model keeps for other things (RoBERTa's and YOSO's first two) stay where they are.
+    Linformer's projections in a longspan model, made for a length too, are stretched to it.
     The configuration follows, so the longer model is saved and loaded as such; a tokenizer has its
     own `model_max_length`.
 
@@ -51,9 +54,20 @@ def extend_positions(model: PreTrainedModel, length: int, how: str = "tile") -> 
     with torch.no_grad():
         for owner in owners:
             _extend(owner, length, how)
+        if isinstance(model, LongspanPreTrainedModel):
+            _extend_projections(model, length)
     # Some models count the rows kept for other things in this number, some do not.
     model.config.max_position_embeddings += length - trained
     return model
+
+
+def _extend_projections(model: PreTrainedModel, length: int) -> None:
+    for module in model.modules():
+        if isinstance(module, SequenceProjection) and length > module.max_length:
+            module.extend(length)
+    if "max_length" in model.config.options:
+        longer = max(length, model.config.options["max_length"])
+        model.config.options = {**model.config.options, "max_length": longer}
 
 
 def _kept_rows(owner: Any) -> int:

@@ -96,10 +96,9 @@ def groups(rows: Iterable[Row]) -> list[Group]:
         task = str(row.get("task", ""))
         if row.get("kind") != "training" or not task.startswith("lra/"):
             continue
-        settings = str(row.get("key", "")).partition(f"seed={row['seed']}")[2].strip()
         key = (
             task.removeprefix("lra/"), name(row), row["method"],
-            row["recipe"]["data"]["protocol"], row["steps"], settings,
+            row["recipe"]["data"]["protocol"], row["steps"], row.get("settings", ""),
         )  # fmt: skip
         found.setdefault(key, {})[row["seed"]] = row
     made = [

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,11 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.tasks import tokenizer as tokenizers
-from longspan.tasks.documents import SPLITS, documents, text_files
+from longspan.tasks.documents import PREPARED, SPLITS, documents, text_files
 
 INDEX = "corpus.json"
-PREPARED = "longspan-tokens"
 FOLDER_VERSION = 1
+AT_ONCE = 64  # documents
 
 
 @dataclass(frozen=True)
@@ -129,25 +130,20 @@ def _index(folder: Path) -> dict[str, Any]:
 
 def _write(sources: list[str | Path], folder: Path, tokenizer: Any, column: str) -> None:
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
-    files = {split: (folder / f"{split}.bin").open("wb") for split in SPLITS}
+    paths = {split: folder / f"{split}.bin" for split in SPLITS}
     starts: dict[str, list[int]] = {split: [] for split in SPLITS}
     totals = dict.fromkeys(SPLITS, 0)
     counts = {split: np.zeros(len(tokenizer), np.int64) for split in SPLITS}
-    for source in sources:
-        for part in _parts(documents(source, column), 64):
-            found = tokenizer([text for _, text in part], add_special_tokens=False, verbose=False)
-            for (split, _), ids in zip(part, found["input_ids"], strict=True):
-                if split not in SPLITS:
-                    raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
-                array = np.array([*ids, tokenizer.sep_token_id], dtype)
-                files[split].write(array.tobytes())
-                starts[split].append(totals[split])
-                totals[split] += len(array)
-                counts[split] += np.bincount(array, minlength=len(tokenizer))
+    with ExitStack() as stack:
+        files = {split: stack.enter_context(path.open("wb")) for split, path in paths.items()}
+        for split, ids in _tokenized(sources, tokenizer, column):
+            array = np.array([*ids, tokenizer.sep_token_id], dtype)
+            files[split].write(array.tobytes())
+            starts[split].append(totals[split])
+            totals[split] += len(array)
+            counts[split] += np.bincount(array, minlength=len(tokenizer))
     index: dict[str, Any] = {"version": FOLDER_VERSION, "dtype": dtype.name, "splits": {}}
-    for split, file in files.items():
-        file.close()
-        path = Path(file.name)
+    for split, path in paths.items():
         if not totals[split]:
             path.unlink()
             continue
@@ -166,9 +162,17 @@ def _write(sources: list[str | Path], folder: Path, tokenizer: Any, column: str)
     (folder / INDEX).write_text(json.dumps(index, indent=1))
 
 
-def _parts(items: Iterator[tuple[str, str]], size: int) -> Iterator[list[tuple[str, str]]]:
-    while part := list(islice(items, size)):
-        yield part
+def _tokenized(
+    sources: list[str | Path], tokenizer: Any, column: str
+) -> Iterator[tuple[str, list[int]]]:
+    """Split and ids of every document, many at a time: the tokenizer has threads of its own."""
+    items = (found for source in sources for found in documents(source, column))
+    while part := list(islice(items, AT_ONCE)):
+        found = tokenizer([text for _, text in part], add_special_tokens=False, verbose=False)
+        for (split, _), ids in zip(part, found["input_ids"], strict=True):
+            if split not in SPLITS:
+                raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+            yield split, ids
 
 
 def _entropy(counts: NDArray[np.int64]) -> float:

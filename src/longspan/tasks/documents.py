@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 HUB = "hf:"  # hf:name or hf:name:configuration
+PREPARED = "longspan-tokens"  # the folder beside data where tokens are kept
 SPLITS = ("train", "validation", "test")
 ALIASES = {"valid": "validation", "dev": "validation", "val": "validation"}
 HELD_OUT = 20  # where nothing says which documents are held out, one in so many is
@@ -46,7 +47,7 @@ def text_files(root: Path) -> list[Path]:
     found = sorted(
         path
         for path in root.rglob("*")
-        if path.suffix in (".parquet", ".txt") and "longspan-tokens" not in path.parts
+        if path.suffix in (".parquet", ".txt") and PREPARED not in path.parts
     )
     if not found:
         what = "which has none" if root.exists() else "which does not exist"

@@ -13,7 +13,7 @@ import torch
 from longspan.models import LongspanForSequenceClassification
 from longspan.tasks import metrics, text
 from longspan.tasks.base import Data, Task
-from longspan.tasks.documents import HUB
+from longspan.tasks.documents import HUB, PREPARED
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def find_folder(data_dir: Path, name: str) -> Path:
         return data_dir
     tried = [data_dir / name, data_dir / Path(name).name, data_dir]
     for folder in tried:
-        if any(folder.glob("*.parquet")):
+        if any(folder.glob("*.parquet")) or (folder / PREPARED).is_dir():
             return folder
     raise FileNotFoundError(
         f"data_dir must hold {name}/train.parquet and the like, got {data_dir}, which has none"

@@ -100,8 +100,8 @@ def load(
 ) -> Data:
     """Packed rows of a folder of text, or of tokens that `longspan tokenize` made.
 
-    Held-out documents are read at every length from 512 on. `evaluation_rows` is how many rows of
-    them at most, 0 for all.
+    Held-out documents are read at every length from 512 on: the first `evaluation_rows` rows of
+    `length` tokens, 0 for all.
     """
     folder = corpus.prepared(data_dir, tokenizer=tokenizer, vocab_size=vocab_size, column=column)
     words = tokenizers.load(folder)
@@ -113,7 +113,7 @@ def load(
         )
         tokens = corpus.read(folder, name, verify=verify).tokens
         if name != "train" and evaluation_rows:
-            tokens = tokens[: evaluation_rows * at]
+            tokens = tokens[: evaluation_rows * length]
         return rows(tokens, at, words, masking)
 
     shorter = [at for at in (SHORTEST << i for i in range(12)) if at < length]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +16,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # its threads are its o
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUES = "##"
+DIFFICULT = "Café NAÏVE don't 3,141.59 well-known\t№ 汉字 <br /> a.b@c"
 
 
 def train(texts: Iterable[str], vocab_size: int, *, lowercase: bool = True) -> Any:
@@ -89,6 +92,12 @@ def needs(tokenizer: Any) -> Any:
         if getattr(tokenizer, name) is None:
             raise ValueError(f"tokenizer must have a {name.removesuffix('_id')}, got none")
     return tokenizer
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """A name for what a tokenizer does: its vocabulary, and what it makes of a difficult text."""
+    does = sorted(tokenizer.get_vocab().items()), tokenizer.encode(DIFFICULT)
+    return hashlib.sha256(json.dumps(does).encode()).hexdigest()[:16]
 
 
 def ordinary(tokenizer: Any) -> NDArray[np.int64]:

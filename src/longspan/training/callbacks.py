@@ -45,13 +45,14 @@ class Journal(TrainerCallback):
         self.step = 0
         self.waited = 0
         self.curve: list[dict[str, float]] = []  # every evaluation, with its step
+        self.losses: list[float] = []  # of training, as they were shown since the run (re)started
         self.since: float | None = None
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, and `restore` takes."""
         return {
             "seconds": self.elapsed(), "value": self.value, "step": self.step,
-            "waited": self.waited, "curve": self.curve,
+            "waited": self.waited, "curve": list(self.curve),
         }  # fmt: skip
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -71,6 +72,11 @@ class Journal(TrainerCallback):
         """Run while there are steps."""
         if self.since is None:
             self.since = time.perf_counter()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        """Keep the loss."""
+        if "loss" in logs:
+            self.losses.append(logs["loss"])
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop at the first batch of an evaluation."""

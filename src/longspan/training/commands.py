@@ -10,10 +10,11 @@ from rich.console import Console
 from longspan.attention.methods import find as find_method
 from longspan.tasks import TASKS, corpus
 from longspan.tasks import find as find_task
-from longspan.training import arena as runs
 from longspan.training import recipes, run, settings
+from longspan.training.arena import arena
+from longspan.training.sweep import sweep
 
-__all__ = ["TASKS", "arena", "tokenize", "train"]
+__all__ = ["TASKS", "arena", "sweep", "tokenize", "train"]
 
 
 def train(
@@ -21,30 +22,49 @@ def train(
     method: str,
     given: list[str],
     *,
-    data_dir: Path,
+    data_dir: Path | None,
     output: Path,
     size: str | None,
     length: int | None,
     protocol: str | None,
     start: Path | None,
-    seed: int,
+    seed: int | None,
     resume: bool,
     eval_only: bool,
     keep_best: bool,
     time_limit: float | None,
     tensorboard: bool,
 ) -> int:
-    """Train as the command line says; returns the exit code, 128 + N after signal N."""
+    """Train as the command line says; returns the exit code, 128 + N after signal N.
+
+    A run that is continued or scored is what it was, but for what is set anew.
+    """
     row = find_task(task)
     find_method(method)
     if tensorboard and not find_spec("tensorboard"):
         raise ModuleNotFoundError("--tensorboard needs tensorboard: pip install tensorboard")
-    recipe = recipes.find(task, method, model_size=size, length=length, protocol=protocol)
+    if (resume or eval_only) and (output / run.RUN).is_file():
+        was = run.written_down(output)
+        if (was["task"], was["method"]) != (task, method):
+            raise ValueError(
+                f"output must be of {task} with {method}, got {output}, which is of {was['task']} "
+                f"with {was['method']}"
+            )
+        recipe = was["recipe"] if length is None else was["recipe"].changed(length=length)
+        seed = was["seed"] if seed is None else seed
+        start = start or (None if was["start"] is None else Path(was["start"]))
+        data_dir = data_dir or Path(was["data_dir"])
+    else:
+        recipe = recipes.find(task, method, model_size=size, length=length, protocol=protocol)
+        if start is not None:
+            recipe = recipe.from_start()
     recipe = settings.apply(recipe, row, method, settings.parse(given))
+    if keep_best:
+        recipe = recipe.changed(keep_best=True)
     outcome = run.train(
         run.Run(
-            row, method, recipe, data_dir, output, seed, start,
-            keep_best=keep_best or recipe.keep_best, tensorboard=tensorboard,
+            row, method, recipe, data_dir or Path("data"), output, seed or 0, start,
+            tensorboard=tensorboard,
         ),
         resume=resume, eval_only=eval_only, time_limit=time_limit,
     )  # fmt: skip
@@ -57,39 +77,6 @@ def train(
         )
         return 128 + outcome.signal if outcome.signal else 0
     return 0
-
-
-def arena(
-    tasks: list[str] | None,
-    methods: list[str] | None,
-    given: list[str],
-    *,
-    seeds: int,
-    protocol: str,
-    data_dir: Path,
-    output: Path,
-    rows: Path | None,
-    jobs: int | None,
-    time_limit: float | None,
-) -> int:
-    """Run a matrix of the Long Range Arena; returns how many runs are not finished."""
-    cells = runs.matrix(
-        tasks or runs.tasks(), methods or list(runs.METHODS), seeds, protocol, given
-    )
-    for cell in cells:  # what cannot be run is said before anything is
-        if not cell.task.startswith("lra/"):
-            raise ValueError(f"task must be one of the arena, lra/…, got {cell.task!r}")
-        recipe = recipes.find(cell.task, cell.method, protocol=protocol)
-        settings.apply(recipe, find_task(cell.task), cell.method, settings.parse(given))
-    left = runs.run(
-        cells, data_dir=data_dir, output=output, rows=rows or output / "rows.jsonl",
-        jobs=jobs or runs.default_jobs(), time_limit=time_limit,
-    )  # fmt: skip
-    if left:
-        Console(stderr=True).print(
-            f"{left} runs are not finished. The same command continues.", soft_wrap=True
-        )
-    return left
 
 
 def tokenize(

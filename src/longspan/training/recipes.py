@@ -46,6 +46,7 @@ class Recipe:
         precision: "bf16" under autocast, "fp32", or "auto": bf16 on a GPU that has it.
         evaluate_every: steps between evaluations; 0 evaluates each epoch, or at the end of a run
             that counts steps.
+        log_every: steps between losses shown.
         save_every: steps between checkpoints; 0 saves only when the run is stopped.
         patience: evaluations without improvement after which training stops; 0 never stops it.
         compile: whether `torch.compile` is used: a minute to start, faster steps.
@@ -73,6 +74,7 @@ class Recipe:
     checkpointing: bool = False
     precision: str = "auto"
     evaluate_every: int = 0
+    log_every: int = 10
     save_every: int = 0
     patience: int = 0
     compile: bool = False
@@ -85,7 +87,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """Check what nothing below checks."""
-        for name in ("length", "batch", "accumulate"):
+        for name in ("length", "batch", "accumulate", "log_every"):
             checks.integer(name, getattr(self, name), 1)
         for name in ("steps", "evaluate_every", "save_every", "patience", "evaluation_batch"):
             checks.integer(name, getattr(self, name), 0)
@@ -93,6 +95,10 @@ class Recipe:
         checks.choice("precision", self.precision, PRECISIONS)
         if not self.steps and self.epochs <= 0:
             raise ValueError("epochs must be above 0 where steps is 0, got 0")
+
+    def from_start(self) -> Recipe:
+        """For a trained model, which is what it is: nothing about model and method is changed."""
+        return dataclasses.replace(self, config={}, options={})
 
     def changed(self, **changes: Any) -> Recipe:
         """A copy with some fields changed; `config`, `options` and `data` are merged."""

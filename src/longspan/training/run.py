@@ -22,6 +22,12 @@ from longspan.training.recipes import Recipe
 from longspan.training.trainer import JOURNAL, LongspanTrainer, Rows, arguments, last_checkpoint
 
 TOKENIZER = "tokenizer.json"
+MODEL_FIELDS = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+RUN = "run.json"
+ROWS = "rows.jsonl"
 STOPPED = "stopped"
 FINISHED = "finished"
 
@@ -41,7 +47,6 @@ class Run:
             length, the optimizer is fresh.
         rows: file that rows go to, `output/rows.jsonl` unless given.
         labels: further fields of every row.
-        keep_best: score and save the weights of the best evaluation instead of the last.
         save_model: whether the trained model is written to `output/model`.
         tensorboard: whether to write TensorBoard's files.
     """
@@ -55,20 +60,20 @@ class Run:
     start: Path | None = None
     rows: Path | None = None
     labels: dict[str, Any] | None = None
-    keep_best: bool = False
     save_model: bool = True
     tensorboard: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: "finished" with its row, or "stopped" and why."""
+    """How a run ended: "finished" with its row, or "stopped" and why; `losses` as shown."""
 
     status: str
     row: dict[str, Any] | None = None
     reason: str | None = None
     signal: int | None = None
     step: int = 0
+    losses: tuple[float, ...] = ()
 
 
 def train(
@@ -82,11 +87,12 @@ def train(
     """Train, score and record; with `resume` from the last whole checkpoint, if there is one."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    state = PartialState()
+    # Processes on CPUs are joined only if CPUs are asked for.
+    state = PartialState(cpu=not torch.accelerator.is_available())
     console = console or Console(quiet=not state.is_main_process)
     device = state.device
     with state.main_process_first():  # who prepares files that all then read
-        data = _load(run, device)
+        data = _load(run, device, eval_only)
     _check_output(run, resume or eval_only)
     made = arguments(run.recipe, data, run.output, run.seed, _reporters(run))
     transformers.set_seed(run.seed)
@@ -95,7 +101,7 @@ def train(
     journal = Journal(
         run.task.best,
         run.recipe.patience,
-        keep=(lambda: trainer.save_model(str(best))) if run.keep_best else None,
+        keep=(lambda: trainer.save_model(str(best))) if run.recipe.keep_best else None,
     )
     stop = Stop(time_limit)
     title = f"{run.task.name} {run.method}"
@@ -106,6 +112,8 @@ def train(
     for noisy in (transformers.PrinterCallback, transformers.ProgressCallback):
         trainer.remove_callback(noisy)
     if not eval_only:
+        if trainer.is_world_process_zero():
+            _write_down(run)
         checkpoint = last_checkpoint(run.output) if resume else None
         if checkpoint is not None:
             journal.restore(json.loads((checkpoint / JOURNAL).read_text()))
@@ -113,22 +121,52 @@ def train(
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         if stop.reason and trainer.state.global_step < trainer.state.max_steps:
             return Outcome(STOPPED, None, stop.reason, stop.signal, trainer.state.global_step)
-        if run.keep_best and best.exists():
+        if run.recipe.keep_best and best.exists():
             trainer._load_from_checkpoint(str(best))
-    row = _score(run, data, trainer, journal, console, eval_only)
+    metrics = _evaluate(run, data, trainer, journal)
     if run.save_model and not eval_only:
         trainer.save_model(str(run.output / "model"))
         if data.tokenizer is not None and state.is_main_process:
             data.tokenizer.save_pretrained(str(run.output / "model"))
-    return Outcome(FINISHED, row, step=trainer.state.global_step)
+    # The row comes last: a run that has one has everything else.
+    row = _row(run, data, trainer, journal, metrics, eval_only)
+    if state.is_main_process:
+        row = records.append(run.rows or run.output / ROWS, row)
+    return Outcome(FINISHED, row, step=trainer.state.global_step, losses=tuple(journal.losses))
 
 
-def _load(run: Run, device: torch.device) -> Data:
-    """The data; a trained model to start from brings its tokenizer."""
+def _write_down(run: Run) -> None:
+    """What the run was made of, beside its results."""
+    about = {
+        "task": run.task.name,
+        "method": run.method,
+        "recipe": asdict(run.recipe),
+        "data_dir": str(run.data_dir),
+        "seed": run.seed,
+        "start": None if run.start is None else str(run.start),
+    }
+    run.output.mkdir(parents=True, exist_ok=True)
+    unfinished = run.output / f"{RUN}.part"
+    unfinished.write_text(json.dumps(about, indent=1))
+    unfinished.rename(run.output / RUN)
+
+
+def written_down(output: Path) -> dict[str, Any]:
+    """What the run in a folder was made of; an error where there is none."""
+    if not (output / RUN).is_file():
+        raise FileNotFoundError(f"output must be the folder of a run (with {RUN}), got {output}")
+    about = json.loads((output / RUN).read_text())
+    about["recipe"] = Recipe(**about["recipe"])
+    return about
+
+
+def _load(run: Run, device: torch.device, eval_only: bool) -> Data:
+    """The data; a trained model brings its tokenizer."""
     options = dict(run.recipe.data)
+    trained = run.output / "model" if eval_only else run.start
     asks = inspect.signature(run.task.load).parameters
-    if run.start is not None and "tokenizer" in asks and (run.start / TOKENIZER).is_file():
-        options.setdefault("tokenizer", str(run.start))
+    if trained is not None and "tokenizer" in asks and (trained / TOKENIZER).is_file():
+        options.setdefault("tokenizer", str(trained))
     return run.task.load(run.data_dir, length=run.recipe.length, device=device, **options)
 
 
@@ -152,7 +190,8 @@ def build_model(run: Run, data: Data, trained: Path | None = None) -> Any:
             f"tokenizer must have the {config.vocab_size} entries of the model in {run.start}, "
             f"got {data.config['vocab_size']}"
         )
-    config.num_labels = data.config.get("num_labels", config.num_labels)
+    for name, value in {**data.config, **run.recipe.config}.items():
+        setattr(config, name, value)
     config.options = {**config.options, **run.recipe.options}
     model = run.task.model.from_pretrained(run.start, config=config)
     if config.positions == "learned" and run.recipe.length > config.max_position_embeddings:
@@ -160,46 +199,58 @@ def build_model(run: Run, data: Data, trained: Path | None = None) -> Any:
     return model
 
 
-def _score(
+def _evaluate(
+    run: Run, data: Data, trainer: LongspanTrainer, journal: Journal
+) -> dict[str, dict[str, float]]:
+    """Score every split; the first was scored already where the last step was evaluated."""
+    metrics: dict[str, dict[str, float]] = {}
+    remembered = journal.state() if journal.curve else None
+    last = journal.curve[-1] if journal.curve else {}
+    for name, examples in data.evaluation.items():
+        if (
+            not metrics
+            and not run.recipe.keep_best
+            and last.get("step") == trainer.state.global_step
+        ):
+            metrics[name] = {key: value for key, value in last.items() if key != "step"}
+        else:
+            metrics[name] = numbers(trainer.evaluate(Rows(examples)))
+        remembered = remembered or journal.state()
+    journal.restore(remembered or {})
+    return metrics
+
+
+def _row(
     run: Run,
     data: Data,
     trainer: LongspanTrainer,
     journal: Journal,
-    console: Console,
+    metrics: dict[str, dict[str, float]],
     eval_only: bool,
 ) -> dict[str, Any]:
-    """Evaluate every split and append one row."""
-    curve, best, step = list(journal.curve), journal.value, journal.step
-    metrics: dict[str, dict[str, float]] = {}
     steps = trainer.state.global_step
-    for number, (name, examples) in enumerate(data.evaluation.items()):
-        if number == 0 and not run.keep_best and curve and curve[-1]["step"] == steps:
-            metrics[name] = {key: value for key, value in curve[-1].items() if key != "step"}
-        else:
-            metrics[name] = numbers(trainer.evaluate(Rows(examples)))
     tokens = round(steps * run.recipe.batch * (data.tokens or run.recipe.length))
-    row = {
+    return {
         "kind": "evaluation" if eval_only else "training",
         "task": run.task.name,
         "method": run.method,
         "options": dict(trainer.model.config.options),
         "seed": run.seed,
+        "model": {name: getattr(trainer.model.config, name) for name in MODEL_FIELDS},
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "steps": steps,
         "tokens": tokens,
         "seconds": journal.seconds,
         "tokens_per_second": tokens / journal.seconds if journal.seconds else None,
         "metrics": metrics,
-        "curve": curve,
-        "best": {"metric": run.task.best.removeprefix("-"), "value": best, "step": step},
+        "curve": journal.curve,
+        "best": {"metric": run.task.best.removeprefix("-"), "value": journal.value,
+                 "step": journal.step},
         "recipe": asdict(run.recipe),
         "start": None if run.start is None else run.start.name,
         "processes": trainer.args.world_size,
         **(run.labels or {}),
     }  # fmt: skip
-    if trainer.is_world_process_zero():
-        records.append(run.rows or run.output / "rows.jsonl", row)
-    return row
 
 
 def _check_output(run: Run, known: bool) -> None:

@@ -140,6 +140,7 @@ def arguments(
         adam_beta2=recipe.adam_beta2,
         adam_epsilon=recipe.adam_epsilon,
         max_grad_norm=recipe.clip,
+        use_cpu=not torch.accelerator.is_available(),
         bf16=bf16,
         torch_compile=recipe.compile,
         gradient_checkpointing=recipe.checkpointing,
@@ -149,7 +150,7 @@ def arguments(
         save_strategy="steps" if recipe.save_every else "no",
         save_steps=recipe.save_every or 500,
         save_total_limit=2,  # while one is being written the other is whole
-        logging_steps=10,
+        logging_steps=recipe.log_every,
         logging_nan_inf_filter=False,  # it would make the host wait for every step
         report_to=report_to,
         remove_unused_columns=False,
@@ -163,7 +164,9 @@ def arguments(
             f"batch must be a multiple of processes × accumulate = {parts}, got {recipe.batch}"
         )
     made.per_device_train_batch_size = recipe.batch // parts
-    made.per_device_eval_batch_size = recipe.evaluation_batch or max(1, recipe.batch // parts)
+    made.per_device_eval_batch_size = (
+        recipe.evaluation_batch or 2 * made.per_device_train_batch_size  # nothing is kept
+    )
     if recipe.graph and (parts > 1 or made.device.type != "cuda"):
         raise ValueError(
             "graph must be false but for one process on an NVIDIA GPU without accumulation, got "

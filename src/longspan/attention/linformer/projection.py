@@ -54,6 +54,17 @@ class SequenceProjection(nn.Module):
         elif self.kind == "convolution":
             nn.init.constant_(self.weight, 1 / self.stride)  # type: ignore[arg-type]
 
+    def extend(self, length: int) -> None:
+        """Make it for `length` tokens from now on: what was learned is stretched, its sum kept."""
+        stride = -(-length // self.projected_length)
+        if self.weight is not None:
+            old, new = (self.max_length, length) if self.kind == "linear" else (self.stride, stride)
+            rows = self.weight.view(1, -1, old)
+            stretched = F.interpolate(rows, size=new, mode="linear") * (old / new)
+            weight = stretched.view(*self.weight.shape[:-1], new)
+            self.weight = nn.Parameter(weight.detach(), self.weight.requires_grad)
+        self.max_length, self.stride = length, stride
+
     def matrix(self, tokens: int) -> Tensor:
         """The (k, N) or (H, k, N) matrix of a linear projection for N tokens."""
         assert self.weight is not None

@@ -1,0 +1,105 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import runs
+import torch
+from safetensors.torch import load_file
+
+from longspan import records
+from longspan.tasks import find
+from longspan.training.run import FINISHED, STOPPED
+from longspan.training.trainer import Rows, last_checkpoint
+
+TRAINING = {"steps": 14, "hidden_dropout_prob": 0.1, "evaluate_every": 5}
+
+
+def weights(output):
+    return load_file(output / "model" / "model.safetensors")
+
+
+def stop_after(monkeypatch, batches, number):
+    """Send ourselves a signal when so many batches have been made for training."""
+    original, made = Rows.__getitems__, []
+
+    def counted(self, numbers):
+        made.append(numbers)
+        if len(made) == batches:
+            os.kill(os.getpid(), number)
+        return original(self, numbers)
+
+    monkeypatch.setattr(Rows, "__getitems__", counted)
+
+
+@pytest.mark.parametrize("method", ["softmax", "yoso"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_stopped_run_continues_bit_for_bit(method, number, data, tmp_path, monkeypatch):
+    # Fourteen steps are two epochs of six and a part of a third: order and masks of each count.
+    rows = find("mlm").load(data / "corpus", length=32, device="cpu").train
+    batch = len(rows) // 6
+    whole = runs.make("mlm", method, data, tmp_path / "whole", batch=batch, **TRAINING)
+    expected = runs.silent(whole)
+    parts = runs.make("mlm", method, data, tmp_path / "parts", batch=batch, **TRAINING)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 8, number)
+        stopped = runs.silent(parts)
+    assert (stopped.status, stopped.signal) == (STOPPED, number)
+    assert 0 < stopped.step < 14
+    assert not (tmp_path / "parts" / "rows.jsonl").exists()
+    found = runs.silent(parts, resume=True)
+    assert found.status == FINISHED
+    assert found.row["metrics"] == expected.row["metrics"]
+    assert found.row["curve"] == expected.row["curve"]
+    one, two = weights(whole.output), weights(parts.output)
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_time_limit_stops_with_a_checkpoint(data, tmp_path):
+    run = runs.make("mlm", "softmax", data, tmp_path)
+    outcome = runs.silent(run, time_limit=0.0)
+    assert (outcome.status, outcome.reason, outcome.step) == (STOPPED, "time limit", 1)
+    assert last_checkpoint(tmp_path).name == "checkpoint-1"
+    with pytest.raises(FileExistsError, match="output must be a new folder, or give --resume"):
+        runs.silent(run)
+
+
+def test_a_checkpoint_that_is_not_whole_is_not_read(data, tmp_path):
+    run = runs.make("mlm", "softmax", data, tmp_path, save_every=4)
+    assert runs.silent(run).status == FINISHED
+    assert last_checkpoint(tmp_path).name == "checkpoint-10"
+    (tmp_path / "checkpoint-10" / "journal.json").unlink()
+    assert last_checkpoint(tmp_path).name == "checkpoint-8"
+    half = tmp_path / "checkpoint-12"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+    assert last_checkpoint(tmp_path).name == "checkpoint-8"
+
+
+@pytest.mark.slow
+def test_kill_9_and_resume_end_with_the_same_loss(data, tmp_path):
+    settings = ["steps=200", "batch=16", "save_every=5", "vocab_size=100", "num_hashes=8",
+                "evaluate_every=200", "log_every=5"]  # fmt: skip
+    command = [sys.executable, "-m", "longspan", "train", "mlm", "--method", "yoso",
+               "--size", "tiny", "--length", "32", "--data-dir", str(data / "corpus"),
+               *(word for setting in settings for word in ("--set", setting))]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    process = subprocess.Popen(
+        [*command, "--output", str(parts)], env=environment, stdout=subprocess.DEVNULL
+    )
+    deadline = time.time() + 60
+    while last_checkpoint(parts) is None and time.time() < deadline:
+        time.sleep(0.02)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert not (parts / "rows.jsonl").exists()
+    for output, more in ((parts, ["--resume"]), (whole, [])):
+        run = [*command, "--output", str(output), *more]
+        subprocess.run(run, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=120)
+    (one,), (two,) = (records.read(folder / "rows.jsonl") for folder in (whole, parts))
+    assert one["metrics"] == two["metrics"]
+    assert one["steps"] == two["steps"] == 200
