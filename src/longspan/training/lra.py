@@ -75,8 +75,6 @@ def fields(
             max_position_embeddings=length,
             type_vocab_size=1,
             norm="pre",
-            # Uniform numbers up to 1/√channels, torch's own start, have this deviation.
-            initializer_range=(3 * channels) ** -0.5,
         ),
         options=options(method, length),
         data=dict(protocol=protocol),

@@ -14,6 +14,7 @@ from longspan.models import LongspanForPairClassification, LongspanForSequenceCl
 from longspan.tasks.base import Data, Task
 from longspan.tasks.lra.batches import ByteExamples
 from longspan.tasks.lra.sets import SETS, arrange, prepare
+from longspan.tasks.lra.splits import Split
 
 __all__ = ["LRA", "load"]
 
@@ -42,7 +43,7 @@ def load(
     row = SETS[name]
     splits = arrange(name, prepare(name, data_dir, data_seed), protocol)
     if evaluation_rows:
-        few = {split: splits[split].pick(slice(evaluation_rows)) for split in EVALUATION}
+        few = {split: _some(splits[split], evaluation_rows) for split in EVALUATION}
         splits = {**splits, **few}
     examples = {
         split: ByteExamples(
@@ -65,6 +66,12 @@ def load(
         resident=True,
         tokens=examples["train"].mean_length(),
     )
+
+
+def _some(split: Split, count: int) -> Split:
+    """So many examples, always the same ones; sets may be sorted by label."""
+    order = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))
+    return split.pick(order[:count])
 
 
 def keep(logits: Tensor, labels: Tensor) -> Tensor:
