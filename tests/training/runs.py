@@ -31,9 +31,12 @@ def write_data(folder):
 def make(task, method, data, output, *, seed=0, start=None, **changes):
     """A run of a recipe at tiny size, ten steps of eight rows."""
     recipe = recipes.find(task, method, model_size="tiny", length=32)
+    own = OPTIONS[method]
+    if start is not None:
+        recipe, own = recipe.from_start(), {}
     data_dir = data / "corpus" if task.startswith("mlm") else data
     given = {"steps": 10, "batch": 8, "epochs": 0, "evaluate_every": 0, "save_every": 0,
-             "learning_rate": 1e-3, "precision": "fp32", **OPTIONS[method]}  # fmt: skip
+             "learning_rate": 1e-3, "precision": "fp32", **own}  # fmt: skip
     if not task.startswith("mlm"):
         given["tokenizer"] = str(data / "corpus")
     recipe = settings.apply(recipe, find(task), method, {**given, **changes})

@@ -22,12 +22,14 @@ class Masking:
     Args:
         mask_id: the id of [MASK].
         ordinary: ids that may be hidden and drawn at random: all but the special ones.
-        share: of the tokens of a row, at least one.
+        pad_id: of what fills rows, and is not counted.
+        share: of the tokens of a row, special ones counted, so that full rows hide equally many.
         continues: (V,) whether an id continues the word before it; hides words whole if given.
         seed: of all draws.
     """
 
     mask_id: int
+    pad_id: int
     ordinary: Ids
     share: float = 0.15
     continues: NDArray[np.bool_] | None = None
@@ -51,11 +53,9 @@ class Masking:
         draws = uniform(self.seed, epoch, rows, 3 * length)
         order, kind, other = draws.reshape(batch, 3, length).transpose(1, 0, 2)  # (B, N) each
         hidable = np.isin(ids, self.ordinary)
-        count = np.minimum(
-            np.maximum(np.rint(self.share * hidable.sum(1)), 1), hidable.sum(1)
-        ).astype(np.int64)
         most = self.places(length)
-        count = np.minimum(count, most)
+        count = np.rint(self.share * (ids != self.pad_id).sum(1)).astype(np.int64)
+        count = np.minimum(np.clip(count, 1, most), hidable.sum(1))
         if self.continues is None:
             chosen = _smallest(np.where(hidable, order, 2.0), count)
         else:

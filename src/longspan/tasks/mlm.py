@@ -108,9 +108,8 @@ def load(
     continues = tokenizers.continues(words) if whole_word else None
 
     def split(name: str, at: int, seed: int) -> MaskedRows:
-        masking = Masking(
-            words.mask_token_id, tokenizers.ordinary(words), mask_share, continues, seed
-        )
+        special = words.mask_token_id, words.pad_token_id
+        masking = Masking(*special, tokenizers.ordinary(words), mask_share, continues, seed)
         tokens = corpus.read(folder, name, verify=verify).tokens
         if name != "train" and evaluation_rows:
             tokens = tokens[: evaluation_rows * length]

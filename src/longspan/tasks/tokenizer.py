@@ -20,7 +20,11 @@ DIFFICULT = "Café NAÏVE don't 3,141.59 well-known\t№ 汉字 <br /> a.b@c"
 
 
 def train(texts: Iterable[str], vocab_size: int, *, lowercase: bool = True) -> Any:
-    """A WordPiece tokenizer in the manner of BERT, as transformers' fast tokenizer."""
+    """A WordPiece tokenizer in the manner of BERT, as transformers' fast tokenizer.
+
+    Pieces that are equally frequent may come in another order when it is trained again: keep it
+    with what was tokenized with it.
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))

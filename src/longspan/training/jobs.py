@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -56,14 +57,17 @@ def execute(
 
     Each job has the folder `work/NAME` with its log, checkpoints and rows; a row marks it finished.
     """
+    for job in jobs:
+        _check_unchanged(job, work)
     deadline = None if time_limit is None else time.time() + time_limit
     finished = {job.name for job in jobs if row_of(job, work) is not None}
     waiting = [job for job in jobs if job.name not in finished]
-    running: dict[Future[str], Job] = {}
+    running: dict[Future[tuple[str, bool]], Job] = {}
     begin = time.time()
-    with ProcessPoolExecutor(workers, get_context("spawn"), _begin_worker, (workers,)) as pool:
+    interrupted = False
+    with _workers(workers) as pool:
         while waiting or running:
-            late = deadline is not None and time.time() > deadline
+            late = interrupted or (deadline is not None and time.time() > deadline)
             for job in [] if late else list(waiting):
                 ready = job.needs is None or job.needs in finished
                 if ready and len(running) < workers:
@@ -75,7 +79,8 @@ def execute(
             for future in done:
                 job = running.pop(future)
                 try:
-                    told = future.result()
+                    told, signalled = future.result()
+                    interrupted = interrupted or signalled
                 except Exception as error:  # one failed run must not end the others
                     told = f"failed: {type(error).__name__}: {error}"
                 if row_of(job, work) is not None:
@@ -85,6 +90,16 @@ def execute(
                     highlight=False, markup=False,
                 )  # fmt: skip
     return [job.name for job in jobs if job.name not in finished]
+
+
+def _check_unchanged(job: Job, work: Path) -> None:
+    """What was begun with other settings is neither continued nor taken for this."""
+    path = work / job.name / "run.json"
+    if path.is_file() and json.loads(path.read_text())["recipe"] != asdict(job.recipe):
+        raise ValueError(
+            f"the folder of runs must be new where settings have changed, got {path.parent}, which "
+            "was made with others"
+        )
 
 
 def row_of(job: Job, work: Path) -> dict[str, Any] | None:
@@ -108,16 +123,33 @@ def collect(jobs: Sequence[Job], work: Path, rows: Path) -> int:
     return len(lines)
 
 
-def _begin_worker(workers: int) -> None:
+class _Here(Executor):
+    """One worker: this process, at once."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def _workers(count: int) -> Executor:
+    if count == 1:
+        return _Here()
+    return ProcessPoolExecutor(count, get_context("spawn"), _begin_worker)
+
+
+def _begin_worker() -> None:
     import torch
 
-    if workers > 1:
-        torch.set_num_threads(1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false" if workers > 1 else "true"
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _work(job: Job, work: Path, deadline: float | None) -> str:
-    """Run a job in a worker; returns a line about how it ended."""
+def _work(job: Job, work: Path, deadline: float | None) -> tuple[str, bool]:
+    """Run a job; returns a line about how it ended, and whether a signal ended it."""
     from longspan.tasks import find
     from longspan.training.run import FINISHED, Run, train
 
@@ -138,11 +170,12 @@ def _work(job: Job, work: Path, deadline: float | None) -> str:
     with (folder / "log.txt").open("a") as log:
         outcome = train(run, resume=True, time_limit=limit, console=Console(file=log, width=120))
     if outcome.status != FINISHED or outcome.row is None:
-        return f"stopped at step {outcome.step} ({outcome.reason})"
+        told = f"stopped at step {outcome.step} ({outcome.reason})"
+        return told, outcome.signal is not None
     row = outcome.row
     rate = row["tokens_per_second"] or 0
     scores = "  ".join(
         f"{split} " + " ".join(f"{name} {value:.4f}" for name, value in values.items())
         for split, values in row["metrics"].items()
     )
-    return f"{row['steps']} steps, {row['seconds']:.1f} s, {rate:,.0f} tokens/s; {scores}"
+    return f"{row['steps']} steps, {row['seconds']:.1f} s, {rate:,.0f} tokens/s; {scores}", False
