@@ -199,3 +199,15 @@ def test_pairs_have_two_sequences(tmp_path):
     assert batch["input_ids"].tolist() == [[101, 0], [98, 0]]
     assert batch["pair_input_ids"].tolist() == [[98, 0], [99, 100]]
     assert batch["pair_attention_mask"].tolist() == [[True, False], [True, True]]
+
+
+def test_batches_are_padded_no_further_than_they_need():
+    documents = [(b"a" * n, 0) for n in (1, 3, 4, 5, 9, 16)]
+    split = single({"train": documents})["train"]
+    examples = ByteExamples(split, length=16, padded=16, paddings=4)
+    shapes = [tuple(examples.batch([0, i])["input_ids"].shape) for i in range(6)]
+    assert shapes == [(2, 4), (2, 4), (2, 4), (2, 8), (2, 12), (2, 16)]
+    short, long = examples.batch([0, 1]), ByteExamples(split, length=16, padded=16).batch([0, 1])
+    assert torch.equal(short["input_ids"], long["input_ids"][:, :4])
+    assert torch.equal(short["attention_mask"], long["attention_mask"][:, :4])
+    assert examples.tokens == pytest.approx(38 / 6)

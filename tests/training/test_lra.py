@@ -14,6 +14,7 @@ from longspan.tasks.lra.sets import SETS
 from longspan.tasks.lra.splits import save, single
 from longspan.training import arena, lra, recipes
 from longspan.training.run import Run, train
+from longspan.training.trainer import Shuffled
 
 RNG = np.random.default_rng(0)
 
@@ -125,10 +126,7 @@ def test_recipes_are_wisconsins(name, method):
         assert 2 ** recipe.options["hash_bits"] == recipe.length == SETS[name].padded
     published = recipes.find(f"lra/{name}", method, protocol="wisconsin")
     assert published.evaluate_every < recipe.evaluate_every
-    assert (
-        published.changed(evaluate_every=recipe.evaluate_every, data={"protocol": "longspan"})
-        == recipe
-    )
+    assert published.changed(evaluate_every=recipe.evaluate_every, data=recipe.data) == recipe
 
 
 def test_google_has_its_own_sizes():
@@ -214,3 +212,17 @@ def test_steps_are_those_the_report_calls_published():
     assert report.STEPS == lra.STEPS
     for name, length in report.LENGTHS.items():
         assert SETS[name].length == length
+
+
+def test_batches_of_similar_lengths_are_a_random_order_of_all_rows():
+    lengths = np.random.default_rng(0).integers(1, 1000, 4000)
+    sampler = Shuffled(4000, 32, seed=3, lengths=lengths.tolist())
+    order = np.array(list(sampler))
+    assert sorted(order) == list(range(4000))
+    batches = lengths[order].reshape(-1, 32)
+    # Sorted runs of 1,600 rows: a batch spans about a fiftieth of all lengths.
+    assert np.ptp(batches, axis=1).mean() < 60
+    assert abs(np.corrcoef(np.arange(len(batches)), batches.mean(1))[0, 1]) < 0.3
+    assert list(sampler) == order.tolist()
+    sampler.set_epoch(1)
+    assert (np.array(list(sampler)) - 4000 != order).any()

@@ -119,8 +119,9 @@ def markdown(rows: Iterable[Row]) -> str:
         "# Long Range Arena",
         "Accuracy on the test split in percent, of the weights with the best validation: mean over "
         "seeds ± standard deviation (how many seeds). † fewer steps or tokens than published; the "
-        "average is over five complete tasks. `longspan` is the protocol of correct masks and "
-        "held-out validation, `wisconsin` and `google` do as published code does.",
+        "average is over five complete tasks. `longspan` is the protocol of correct masks, "
+        "held-out validation and batches of similar lengths; `wisconsin` and `google` do as "
+        "published code does.",
         _table(["", "protocol", *tasks, "average"], [*_ours(found, tasks), *_theirs(tasks)]),
         "35 to 37 % of ListOps come from reading the outermost operator alone; only more than that "
         "shows that the tree is read. Differences of less than a point are noise on ListOps and "

@@ -77,7 +77,7 @@ def fields(
             norm="pre",
         ),
         options=options(method, length),
-        data=dict(protocol=protocol),
+        data=dict(protocol=protocol, group_lengths=not published),
     )
 
 

@@ -19,6 +19,7 @@ from longspan.tasks.lra.splits import Split
 __all__ = ["LRA", "load"]
 
 EVALUATION = ("validation", "test")
+PADDINGS = 8
 
 
 def load(
@@ -30,6 +31,7 @@ def load(
     protocol: str = "longspan",
     data_seed: int = 0,
     evaluation_rows: int = 0,
+    group_lengths: bool = False,
 ) -> Data:
     """The splits of a set on the device, as a protocol takes them.
 
@@ -38,24 +40,29 @@ def load(
     Nyströmformer: black pixels are padding, the mean is over the padded length, Text is validated
     on its test set, and incomplete batches are not scored. "google" as that of the arena: the same,
     but for the mean. `data_seed` is of generated sets; `evaluation_rows` how many examples of
-    validation and test are scored at most, 0 for all.
+    validation and test are scored at most, 0 for all. With `group_lengths` batches are made of
+    documents of similar length and padded no further than they need.
     """
     row = SETS[name]
     splits = arrange(name, prepare(name, data_dir, data_seed), protocol)
     if evaluation_rows:
         few = {split: _some(splits[split], evaluation_rows) for split in EVALUATION}
         splits = {**splits, **few}
+    if group_lengths:
+        splits = {**splits, **{split: _by_length(splits[split]) for split in EVALUATION}}
     examples = {
         split: ByteExamples(
             found.to(device),
             length=min(row.length, length),
             padded=length,
+            paddings=PADDINGS if group_lengths else 1,
             zero_is_padding=row.pixels and protocol != "longspan",
         )
         for split, found in splits.items()
     }
+    train = examples["train"]
     return Data(
-        train=examples["train"],
+        train=train,
         evaluation={split: examples[split] for split in EVALUATION},
         config={
             "vocab_size": row.symbols + 1,
@@ -64,7 +71,8 @@ def load(
             "pooling": "padded-mean" if protocol == "wisconsin" else "mean",
         },
         resident=True,
-        tokens=examples["train"].mean_length(),
+        tokens=train.tokens,
+        lengths=train.longest.tolist() if group_lengths and train.masked else None,
     )
 
 
@@ -72,6 +80,11 @@ def _some(split: Split, count: int) -> Split:
     """So many examples, always the same ones; sets may be sorted by label."""
     order = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))
     return split.pick(order[:count])
+
+
+def _by_length(split: Split) -> Split:
+    """The same examples, short ones first."""
+    return split.pick(split.lengths[split.rows].amax(1).argsort(stable=True))
 
 
 def keep(logits: Tensor, labels: Tensor) -> Tensor:
