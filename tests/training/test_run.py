@@ -78,9 +78,8 @@ def test_evaluation_alone_finds_what_training_found(data, tmp_path):
 def test_patience_ends_a_run_and_the_best_weights_are_kept(data, tmp_path):
     run = runs.make(
         "glue/rte", "softmax", data, tmp_path, steps=40, evaluate_every=2, patience=2,
-        learning_rate=0.0,
+        learning_rate=0.0, keep_best=True,
     )  # fmt: skip
-    run = run.__class__(**{**run.__dict__, "keep_best": True})
     outcome = runs.silent(run)
     assert outcome.step == 6  # the first is the best, two more are no better
     assert outcome.row["best"]["step"] == 2

@@ -52,7 +52,8 @@ class ByteExamples:
         device = self.split.data.device
         most = max(1, int(self.longest[np.asarray(indices)].max()))
         place = self.place[: -(-most // self.step) * self.step]
-        chosen = torch.as_tensor(indices, device=device)
+        # Not waiting for the copy, the host is a step ahead of the device.
+        chosen = torch.as_tensor(indices).to(device, non_blocking=True)
         rows = self.split.rows[chosen]
         batch: dict[str, Tensor] = {"labels": self.split.labels[chosen]}
         for column, prefix in zip(rows.unbind(1), ("", "pair_"), strict=False):
