@@ -20,6 +20,7 @@ SIZE = 32
 DASH, MARGIN, SCALE = 2, 1, 2  # pixels of a dash, between dashes; antialiasing
 SEED_DISTANCE = 7
 TARGET_INK, DISTRACTOR_INK = 1.5, 2.0  # the original dims the paths, not the distractors
+DISTRACTOR_DASHES = 20  # over all distractors of a picture
 DRAWS, ATTEMPTS = 3, 5  # of a dash, of a distractor
 FREE, FULL, LIMIT = 0.3, 0.01, 1.8  # of occupancy: free pixel, share of them, two dashes in one
 REACH = 4  # pixels from the centre of a patch to its edge
@@ -135,11 +136,10 @@ def tables() -> Tables:
 
 
 ORIGIN = REACH + 1
-_PATCH = (np.arange(9)[:, None] - REACH) * PAD + np.arange(9) - REACH
-PATCH = _PATCH.reshape(-1)  # offsets of a patch's pixels in a canvas
+# Offsets in a canvas of the pixels of a patch, and of a pixel and its four neighbours.
+PATCH = ((np.arange(9)[:, None] - REACH) * PAD + np.arange(9) - REACH).reshape(-1)
 PLUS = np.array([0, -PAD, PAD, -1, 1])
-_edge = np.pad(np.ones((SIZE, SIZE), bool), ORIGIN)
-INSIDE = _edge.reshape(-1)
+INSIDE = np.pad(np.ones((SIZE, SIZE), bool), ORIGIN).reshape(-1)
 EMPTY = np.zeros((PAD, PAD), np.int16)
 EMPTY[ORIGIN:-ORIGIN, ORIGIN:-ORIGIN] = 255
 EMPTY[ORIGIN + 1 : -ORIGIN - 1, ORIGIN + 1 : -ORIGIN - 1] = 0  # the outermost ring is taken
@@ -152,7 +152,7 @@ def flat(place: Ints) -> Ints:
 
 @dataclass
 class Paths:
-    """Paths that grow side by side, each on a canvas of its own kind of `taken` pixels.
+    """Paths that grow side by side, each on its canvas of taken pixels.
 
     `pivot` (n, 2) and `direction` (n,) say where the next dash goes; `last` is the newest dash,
     which is not marked as taken until the next one is accepted; `dashes` all of them, as

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from longspan.tasks.lra.paths import (
     ATTEMPTS,
+    DISTRACTOR_DASHES,
     DISTRACTOR_INK,
     EMPTY,
     FREE,
@@ -49,7 +50,7 @@ def draw(rng: np.random.Generator, count: int, length: int = 14) -> Pictures:
         for dash in path.dashes:
             paint(canvas, np.arange(count), dash, TARGET_INK)
     placed = np.zeros(count, int)
-    for _ in range(20 // (length // 3)):
+    for _ in range(DISTRACTOR_DASHES // (length // 3)):
         placed += add_distractor(rng, canvas, taken, length // 3)
     ends = np.stack([starts, np.stack([first.end, second.end], 1)], 2)  # (n, path, end, 2)
     one = rng.integers(0, 2, count)
@@ -92,7 +93,8 @@ def _grown(
     # Directions that the original gives up at once are left out: the others are as likely.
     degrees = rng.choice(table.usable, pool)
     band = np.full((SIZE, SIZE), 255, np.int16)
-    band[14:-14, 14:-14] = 0  # twice the seed distance from every side
+    edge = 2 * SEED_DISTANCE
+    band[edge:-edge, edge:-edge] = 0
     free = {d: np.argwhere(_dilated(band[None], d)[0] <= FREE * 255) for d in table.usable}
     tails = np.stack([free[d][rng.integers(len(free[d]))] for d in degrees])
     around = np.radians(rng.integers(0, 360, pool))
@@ -144,8 +146,7 @@ def add_distractor(
     placed = np.zeros(len(taken), bool)
     for _ in range(ATTEMPTS):
         rows = np.flatnonzero(~placed)
-        ring = taken[rows] * INSIDE
-        free = ((ring <= FREE * 255) & INSIDE).mean(-1) * PAD**2 / SIZE**2
+        free = ((taken[rows] <= FREE * 255) & INSIDE).sum(-1) / SIZE**2
         rows = rows[free >= FULL]
         tail, degrees, rows = _seeds(rng, taken, rows)
         paths = Paths.seeded(tail, degrees)
@@ -174,11 +175,11 @@ def _seeds(
         again = []
         for d in np.unique(degrees):
             here = rows[degrees == d]
-            map_ = taken[here].reshape(-1, PAD, PAD)[:, ORIGIN:-ORIGIN, ORIGIN:-ORIGIN]
-            free = (_dilated(map_, d) <= FREE * 255).reshape(len(here), -1)
+            inner = taken[here].reshape(-1, PAD, PAD)[:, ORIGIN:-ORIGIN, ORIGIN:-ORIGIN]
+            free = (_dilated(inner, d) <= FREE * 255).reshape(len(here), -1)
             here, free = here[free.any(-1)], free[free.any(-1)]
-            order = rng.random(free.shape) * free
-            tail = np.stack(np.divmod(order.argmax(-1), SIZE), -1)
+            # The largest of random numbers on free pixels is on any of them alike.
+            tail = np.stack(np.divmod((rng.random(free.shape) * free).argmax(-1), SIZE), -1)
             head = tail + table.head[d + 180]
             pivot = tail + table.pivot[d + 180]
             fits = ((head >= 0) & (head < SIZE) & (pivot >= 0) & (pivot < SIZE)).all(-1)
