@@ -124,16 +124,15 @@ def test_a_missing_set_says_how_to_get_it(name, tmp_path):
         sets.prepare(name, tmp_path)
 
 
-def test_a_wrong_checksum_is_an_error(tmp_path, monkeypatch):
+def test_another_set_than_the_recorded_one_is_said(tmp_path, monkeypatch):
     import dataclasses
 
     row = dataclasses.replace(
         sets.SETS["listops"], make=lambda folder, seed: single({"train": [(b"\1", 1)]})
     )
     monkeypatch.setitem(sets.SETS, "listops", row)
-    with pytest.raises(RuntimeError, match="the generated listops set must have"):
+    with pytest.warns(UserWarning, match="the generated listops set is not the one of recorded"):
         sets.prepare("listops", tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 def numbered(train, test):

