@@ -31,7 +31,8 @@ OTHER := build/transformers-$(TRANSFORMERS)
 test-transformers: $(READY)   ## Run the Hugging Face tests with another transformers (TRANSFORMERS=5.17.0)
 	@test -d $(OTHER) || $(BIN)/python -m pip install -qq --disable-pip-version-check \
 	  --target $(OTHER) 'transformers==$(TRANSFORMERS)'
-	@PYTHONPATH=$(OTHER) $(BIN)/python -m pytest tests/huggingface tests/models tests/test_examples.py
+	@PYTHONPATH=$(OTHER) $(BIN)/python -m pytest tests/huggingface tests/models tests/test_examples.py \
+	  tests/training/test_traces.py tests/training/test_resume.py
 
 # Built apart from the library in use. Python itself leaks by the sanitizer's measure, and torch has
 # no red zones; what the kernels read and write has.

@@ -14,14 +14,19 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# A GPU machine's own Python may lack transformers: what needs it is left out; the header says so.
-NEEDS_TRANSFORMERS = ["huggingface", "models", "test_examples.py", "test_readme.py"]
-collect_ignore = [] if find_spec("transformers") else NEEDS_TRANSFORMERS
+# A GPU machine's own Python may lack these: what needs them is left out; the header says so.
+NEEDS = {
+    "transformers": ["huggingface", "models", "test_examples.py", "test_readme.py"],
+    "accelerate": ["tasks", "training"],
+    "pyarrow": ["tasks", "training"],
+}
+missing = [name for name in NEEDS if not find_spec(name)]
+collect_ignore = sorted({path for name in missing for path in NEEDS[name]})
 
 
 def pytest_report_header():
     if collect_ignore:
-        return f"transformers is not installed: left out {', '.join(collect_ignore)}"
+        return f"{', '.join(missing)} not installed: left out {', '.join(collect_ignore)}"
     return None
 
 

@@ -97,3 +97,28 @@ def test_refusals():
     for model in (zoo.make("modernbert"), zoo.vit()):
         with pytest.raises(ValueError, match=r"learned absolute positions .* got"):
             longspan.extend_positions(model, 999)
+
+
+@pytest.mark.parametrize("projection", ["linear", "convolution", "mean-pool"])
+@pytest.mark.parametrize("sharing", ["none", "layerwise"])
+def test_linformers_projections_are_stretched(projection, sharing, tmp_path):
+    torch.manual_seed(0)
+    config = longspan.models.LongspanConfig(
+        method="linformer",
+        options={"projected_length": 8, "projection": projection, "sharing": sharing},
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        vocab_size=99, max_position_embeddings=64,
+    )  # fmt: skip
+    model = longspan.models.LongspanModel(config).eval()
+    kept = model.layers[0].attention.attention.key_projection
+    before = None if kept.weight is None else kept.weight.detach().clone()
+    longspan.extend_positions(model, 256)
+    if before is not None:
+        # Four places do what one did, a quarter each: a constant input is projected as before.
+        assert kept.weight.shape[-1] == 4 * before.shape[-1]
+        torch.testing.assert_close(kept.weight.sum(-1), before.sum(-1), rtol=1e-4, atol=1e-5)
+    ids = torch.randint(5, 99, (2, 256))
+    y = model(ids).last_hidden_state
+    model.save_pretrained(tmp_path)
+    loaded = longspan.models.LongspanModel.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(ids).last_hidden_state, y)

@@ -313,3 +313,17 @@ def test_wrong_configurations_and_inputs_are_refused():
         model(torch.arange(9)[None], output_attentions=True)
     with pytest.raises(NotImplementedError, match="every pair of tokens"):
         model(torch.arange(9)[None], torch.ones(1, 1, 9, 9))
+
+
+@pytest.mark.parametrize("model_class", [LongspanForMaskedLM, LongspanForPreTraining])
+def test_masked_positions_are_predicted_as_among_all(model_class):
+    model = make(model_class)
+    ids = torch.randint(5, 99, (3, 40))
+    places = torch.tensor([[1, 7, 0], [39, 2, 5], [0, 4, 0]])
+    labels = torch.tensor([[9, 8, -100], [7, 6, 5], [4, -100, -100]])
+    everywhere = torch.full((3, 40), -100).scatter(1, places.flip(1), labels.flip(1))
+    few = model(ids, labels=labels, masked_positions=places)
+    all_ = model(ids, labels=everywhere)
+    logits = few[1], all_[1].gather(1, places[..., None].expand(-1, -1, 99))
+    assert relative_error(*logits) < 1e-5
+    torch.testing.assert_close(few.loss, all_.loss)

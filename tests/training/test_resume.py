@@ -14,7 +14,7 @@ from longspan.tasks import find
 from longspan.training.run import FINISHED, STOPPED
 from longspan.training.trainer import Rows, last_checkpoint
 
-TRAINING = {"steps": 14, "hidden_dropout_prob": 0.1, "evaluate_every": 5}
+TRAINING = {"steps": 14, "hidden_dropout_prob": 0.1, "evaluate_every": 2}
 
 
 def weights(output):
@@ -56,6 +56,29 @@ def test_a_stopped_run_continues_bit_for_bit(method, number, data, tmp_path, mon
     one, two = weights(whole.output), weights(parts.output)
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_an_evaluation_that_a_stop_skipped_is_made_up_for(data, tmp_path, monkeypatch):
+    curves = []
+    for name in ("whole", "parts"):
+        run = runs.make("mlm", "softmax", data, tmp_path / name, evaluate_every=1)
+        if name == "parts":
+            with monkeypatch.context() as patch:
+                stop_after(patch, 5, signal.SIGTERM)
+                assert runs.silent(run).status == STOPPED
+        curves.append(runs.silent(run, resume=True).row["curve"])
+    assert [point["step"] for point in curves[0]] == list(range(1, 11))
+    assert curves[0] == curves[1]
+
+
+def test_a_run_killed_after_its_last_step_makes_no_other(data, tmp_path):
+    run = runs.make("mlm", "softmax", data, tmp_path, save_every=5, evaluate_every=5)
+    row = runs.silent(run).row
+    (tmp_path / "rows.jsonl").unlink()
+    again = runs.silent(run, resume=True).row
+    assert again["steps"] == row["steps"] == 10
+    for name in ("metrics", "curve", "best"):
+        assert again[name] == row[name]
 
 
 def test_a_time_limit_stops_with_a_checkpoint(data, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -16,6 +17,7 @@ from transformers import TrainerCallback
 
 TIMES = ("runtime", "per_second", "preparation_time")
 RANKS_AGREE_EVERY = 10  # steps
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, float]:
@@ -93,9 +95,9 @@ class Journal(TrainerCallback):
         """Compare with the best, and lose patience."""
         found = numbers(metrics)
         self.curve.append({"step": state.global_step, **found})
-        value = found[self.best.removeprefix("-")]
+        value = found.get(self.best.removeprefix("-"))  # None where it was not finite
         sign = -1 if self.best.startswith("-") else 1
-        if self.value is None or sign * value > sign * self.value:
+        if value is not None and (self.value is None or sign * value > sign * self.value):
             self.value, self.step, self.waited = value, state.global_step, 0
             if self.keep is not None:
                 self.keep()
@@ -106,9 +108,10 @@ class Journal(TrainerCallback):
 
 
 class Stop(TrainerCallback):
-    """Ends a run after the step in hand, with a checkpoint: on SIGINT, SIGTERM or a time limit."""
+    """Ends a run after the step in hand, with a checkpoint: on SIGINT, SIGTERM or a time limit.
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    Signals are listened to inside `with`.
+    """
 
     def __init__(self, time_limit: float | None = None) -> None:
         self.deadline = None if time_limit is None else time.monotonic() + time_limit
@@ -120,9 +123,14 @@ class Stop(TrainerCallback):
         self.signal, self.reason = number, signal.Signals(number).name
         signal.signal(number, self.before[number])  # a second one ends at once
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Listen."""
-        self.before = {number: signal.signal(number, self._received) for number in self.SIGNALS}
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():  # no other may listen
+            self.before = {number: signal.signal(number, self._received) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save and stop, if asked to."""
@@ -138,12 +146,7 @@ class Stop(TrainerCallback):
                 self.reason = "another process was stopped"
         if self.reason and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True
-            control.should_evaluate = False
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Listen no more."""
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
+            control.should_evaluate = False  # made up for when the run continues
 
 
 class Watch(TrainerCallback):

@@ -19,7 +19,7 @@ from longspan.models import LongspanConfig
 from longspan.tasks.base import Data, Task
 from longspan.training.callbacks import Journal, Stop, Watch, numbers
 from longspan.training.recipes import Recipe
-from longspan.training.trainer import JOURNAL, LongspanTrainer, Rows, arguments, last_checkpoint
+from longspan.training.trainer import LongspanTrainer, Rows, arguments, last_checkpoint
 
 TOKENIZER = "tokenizer.json"
 MODEL_FIELDS = (
@@ -114,11 +114,8 @@ def train(
     if not eval_only:
         if trainer.is_world_process_zero():
             _write_down(run)
-        checkpoint = last_checkpoint(run.output) if resume else None
-        if checkpoint is not None:
-            journal.restore(json.loads((checkpoint / JOURNAL).read_text()))
-            console.print(f"{title}: continuing from {checkpoint}", soft_wrap=True)
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        with stop:
+            trainer.run(last_checkpoint(run.output) if resume else None)
         if stop.reason and trainer.state.global_step < trainer.state.max_steps:
             return Outcome(STOPPED, None, stop.reason, stop.signal, trainer.state.global_step)
         if run.recipe.keep_best and best.exists():
@@ -204,7 +201,7 @@ def _evaluate(
 ) -> dict[str, dict[str, float]]:
     """Score every split; the first was scored already where the last step was evaluated."""
     metrics: dict[str, dict[str, float]] = {}
-    remembered = journal.state() if journal.curve else None
+    remembered = journal.state() if run.keep_best and journal.curve else None
     last = journal.curve[-1] if journal.curve else {}
     for name, examples in data.evaluation.items():
         if (

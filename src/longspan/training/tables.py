@@ -11,6 +11,7 @@ from typing import Any
 from longspan import records
 
 Row = dict[str, Any]
+FIGURES = {"loss": "{:.3f}", "perplexity": "{:.1f}", "accuracy": "{:.1%}"}
 PAIRS = {"f1": "accuracy", "pearson": "spearman"}  # numbers that GLUE reports together
 
 
@@ -38,7 +39,7 @@ def sweep_table(path: str | os.PathLike[str]) -> str:
     lines = []
     for key, group in groups.items():
         scores = [next(iter(row["metrics"].values())) for row in group]
-        cells = [spread([score[m] for score in scores], "{:.4g}") for m in metrics]
+        cells = [spread([score[m] for score in scores if m in score], "{:.4g}") for m in metrics]
         rate = median(row["tokens_per_second"] or 0 for row in group)
         lines.append([*map(str, json.loads(key).values()), *cells, str(len(group)), f"{rate:,.0f}"])
     head = [*rows[0]["varied"], *metrics, "seeds", "tokens/s"]
@@ -61,13 +62,13 @@ def _pretraining(rows: list[Row], names: list[str]) -> list[str]:
             for split, values in row["metrics"].items():
                 lines.append([
                     name, str(row["recipe"]["length"]), split.rpartition("-")[2],
-                    f"{values['loss']:.3f}", f"{values['perplexity']:.1f}",
-                    f"{100 * values['accuracy']:.1f}", f"{row['tokens'] / 1e6:.1f}",
+                    *(_figure(values.get(name), form) for name, form in FIGURES.items()),
+                    f"{row['tokens'] / 1e6:.1f}",
                     f"{row['seconds']:.0f}", f"{row['tokens_per_second'] or 0:,.0f}",
                 ])  # fmt: skip
     if not found:
         return []
-    head = ["method", "trained at", "read at", "loss (nats)", "perplexity", "accuracy %",
+    head = ["method", "trained at", "read at", "loss (nats)", "perplexity", "accuracy",
             "M tokens seen", "seconds", "tokens/s"]  # fmt: skip
     return markdown(head, lines)
 
@@ -88,13 +89,18 @@ def _fine_tuning(rows: list[Row], names: list[str]) -> list[str]:
                 if (row["task"], row["recipe"]["length"], name_of(row)) == (task, length, name)
             ]
             both = [metric, PAIRS[metric]] if metric in PAIRS else [metric]
-            cells.append(" / ".join(spread([100 * score[m] for score in scores]) for m in both))
+            cells.append(" / ".join(spread([100 * s[m] for s in scores if m in s]) for m in both))
         lines.append([name, *cells])
     heads = [
         f"{task.removeprefix('glue/')} {length}: {' / '.join([m, PAIRS[m]] if m in PAIRS else [m])}"
         for (task, length), m in tasks.items()
     ]
     return markdown(["method", *heads], lines)
+
+
+def _figure(value: float | None, form: str) -> str:
+    """A number as it is written; a dash for one that was not finite."""
+    return "–" if value is None else form.format(value)
 
 
 def spread(values: list[float], form: str = "{:.1f}") -> str:

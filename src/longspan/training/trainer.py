@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 
 from longspan.tasks.base import Batch, Data, Examples, Task
 from longspan.training.callbacks import Journal
@@ -104,10 +105,37 @@ class LongspanTrainer(Trainer):
             callbacks=[journal, *callbacks],
         )
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Shuffled:
+    def run(self, checkpoint: Path | None) -> None:
+        """Train to the end, from a checkpoint if there is one."""
+        if checkpoint is None:
+            self.train()
+            return
+        self.journal.restore(json.loads((checkpoint / JOURNAL).read_text()))
+        step = int(checkpoint.name.partition("-")[2])
+        epoch = len(self.data.train) // self._batch()  # steps
+        args = self.args
+        if step >= (args.max_steps if args.max_steps > 0 else args.num_train_epochs * epoch):
+            # Trainer would make one more step.
+            self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+            self._load_from_checkpoint(str(checkpoint))
+            return
+        # An evaluation that was due when the checkpoint was written, and had not been made.
+        every = {"steps": args.eval_steps, "epoch": epoch}.get(args.eval_strategy.value)
+        made = [point["step"] for point in self.journal.curve]
+        args.eval_on_start = every is not None and step % every == 0 and step not in made
+        self.train(resume_from_checkpoint=str(checkpoint))
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As Trainer's; what training draws next does not depend on it."""
+        with torch.random.fork_rng(devices=[]):  # torch's loader draws, our modules do not in eval
+            return super().evaluate(*args, **kwargs)
+
+    def _batch(self) -> int:
         parts = self.args.world_size * self.args.gradient_accumulation_steps
-        batch = self.args.per_device_train_batch_size * parts
-        return Shuffled(len(self.data.train), batch, self.args.seed, self.data.lengths)
+        return self.args.per_device_train_batch_size * parts
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Shuffled:
+        return Shuffled(len(self.data.train), self._batch(), self.args.seed, self.data.lengths)
 
     def training_step(self, model: Any, inputs: Batch, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of a batch, replayed where they are recorded."""

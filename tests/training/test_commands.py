@@ -1,0 +1,79 @@
+import json
+
+import pytest
+import texts
+from typer.testing import CliRunner
+
+from longspan import cli, records
+
+
+@pytest.fixture
+def invoke(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    runner = CliRunner()
+    return lambda *arguments: runner.invoke(cli.app, [str(a) for a in arguments])
+
+
+def sets(**settings):
+    return [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+
+
+def test_from_text_to_a_scored_model(invoke, tmp_path):
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for number in range(20):
+        (raw / f"{number:02}.txt").write_text(texts.document(number))
+    tokens = tmp_path / "tokens"
+    told = invoke("tokenize", raw, "--output", tokens, "--vocab-size", 100)
+    assert told.exit_code == 0, told.output
+    assert "validation: 1 documents" in told.output
+    output = tmp_path / "out"
+    train = ["train", "mlm", "--method", "nystrom", "--output", output]
+    more = ["--size", "tiny", "--length", 32, "--data-dir", tokens,
+            *sets(steps=4, batch=4, num_landmarks=8)]  # fmt: skip
+    told = invoke(*train, *more, "--time-limit", 0)
+    assert (told.exit_code, "Stopped at step 1 (time limit)" in told.output) == (0, True)
+    assert invoke(*train, *more).exit_code == cli.BAD_INPUT  # neither new nor --resume
+    assert invoke(*train, "--resume").exit_code == 0  # what it was made of is written down
+    assert invoke(*train, "--eval-only").exit_code == 0
+    trained, scored = records.read(output / "rows.jsonl")
+    assert trained["steps"] == 4
+    assert trained["options"] == {"num_landmarks": 8}
+    assert scored["metrics"] == {
+        name: pytest.approx(values, rel=1e-6) for name, values in trained["metrics"].items()
+    }
+    wrong = invoke("train", "mlm", "--method", "yoso", "--output", output, "--resume")
+    assert wrong.exit_code == cli.BAD_INPUT
+    assert "output must be of mlm with yoso" in " ".join(wrong.output.split())
+    assert json.loads((output / "run.json").read_text())["method"] == "nystrom"
+
+
+def test_what_was_typed_wrong_is_one_sentence(invoke, tmp_path):
+    for arguments, words in (
+        (("train", "glue/mrcp"), "did you mean 'glue/mrpc'"),
+        (("train", "mlm", "--method", "yosso"), "did you mean 'yoso'"),
+        (("train", "mlm", "--set", "stepss=3"), "did you mean 'steps'"),
+        (("train", "mlm", "--data-dir", tmp_path / "nowhere"), "which does not exist"),
+        (("tokenize", tmp_path, "--output", tmp_path / "x"), "data_dir must hold .parquet or"),
+        (("sweep", "mlm", "--data-dir", tmp_path, "--vary", "hashes=1,2"), "got 'hashes'"),
+    ):
+        told = invoke(*arguments)
+        assert told.exit_code == cli.BAD_INPUT, arguments
+        assert words in " ".join(told.output.split())
+        assert "Traceback" not in told.output
+
+
+def test_tasks_are_listed_with_what_judges_them(invoke):
+    told = invoke("tasks").output
+    for name, best in (("mlm-sop", "loss"), ("glue/cola", "matthews"), ("imdb", "accuracy")):
+        assert any(name in line and best in line for line in told.splitlines())
+
+
+def test_without_the_extra_the_command_says_what_to_install(invoke, monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name="accelerate")
+
+    monkeypatch.setattr(cli.importlib, "import_module", missing)
+    told = invoke("train", "mlm")
+    assert told.exit_code == cli.BAD_INPUT
+    assert "training needs accelerate: pip install 'longspan[train]'" in told.output
