@@ -201,7 +201,7 @@ def _evaluate(
 ) -> dict[str, dict[str, float]]:
     """Score every split; the first was scored already where the last step was evaluated."""
     metrics: dict[str, dict[str, float]] = {}
-    remembered = journal.state() if run.keep_best and journal.curve else None
+    remembered = journal.state() if run.recipe.keep_best and journal.curve else None
     last = journal.curve[-1] if journal.curve else {}
     for name, examples in data.evaluation.items():
         if (
