@@ -152,7 +152,7 @@ class Stop(TrainerCallback):
 class Watch(TrainerCallback):
     """The progress bar: step, loss, tokens per second, time left; or plain lines."""
 
-    def __init__(self, title: str, tokens: int, console: Console) -> None:
+    def __init__(self, title: str, tokens: float, console: Console) -> None:
         self.title, self.tokens, self.console = title, tokens, console
         self.progress: Progress | None = None
         self.start = (0, 0.0)

@@ -105,7 +105,7 @@ def train(
     )
     stop = Stop(time_limit)
     title = f"{run.task.name} {run.method}"
-    watch = Watch(title, run.recipe.batch * run.recipe.length, console)
+    watch = Watch(title, run.recipe.batch * (data.tokens or run.recipe.length), console)
     trainer = LongspanTrainer(
         run.task, data, model, made, journal, [stop, watch], graph=run.recipe.graph
     )
@@ -114,8 +114,11 @@ def train(
     if not eval_only:
         if trainer.is_world_process_zero():
             _write_down(run)
+        checkpoint = last_checkpoint(run.output) if resume else None
+        if checkpoint is not None:
+            console.print(f"{title}: continuing from {checkpoint}", soft_wrap=True, highlight=False)
         with stop:
-            trainer.run(last_checkpoint(run.output) if resume else None)
+            trainer.run(checkpoint)
         if stop.reason and trainer.state.global_step < trainer.state.max_steps:
             return Outcome(STOPPED, None, stop.reason, stop.signal, trainer.state.global_step)
         if run.recipe.keep_best and best.exists():

@@ -1,9 +1,13 @@
-"""Markdown tables from the rows of runs."""
+"""Markdown tables from the rows of runs.
+
+python -m longspan.training.tables results/study-gpu.jsonl > results/study-gpu.md
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable
 from statistics import median
 from typing import Any
@@ -118,3 +122,7 @@ def markdown(head: list[str], lines: Iterable[list[str]]) -> list[str]:
         "|" + "---|" * len(head),
         *("| " + " | ".join(line) + " |" for line in lines),
     ]
+
+
+if __name__ == "__main__":
+    print(study_table(sys.argv[1]), end="")

@@ -112,8 +112,8 @@ class LongspanTrainer(Trainer):
             return
         self.journal.restore(json.loads((checkpoint / JOURNAL).read_text()))
         step = int(checkpoint.name.partition("-")[2])
-        epoch = len(self.data.train) // self._batch()  # steps
         args = self.args
+        epoch = len(self.get_train_dataloader()) // args.gradient_accumulation_steps  # steps
         if step >= (args.max_steps if args.max_steps > 0 else args.num_train_epochs * epoch):
             # Trainer would make one more step.
             self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
@@ -130,12 +130,10 @@ class LongspanTrainer(Trainer):
         with torch.random.fork_rng(devices=[]):  # torch's loader draws, our modules do not in eval
             return super().evaluate(*args, **kwargs)
 
-    def _batch(self) -> int:
-        parts = self.args.world_size * self.args.gradient_accumulation_steps
-        return self.args.per_device_train_batch_size * parts
-
     def _get_train_sampler(self, train_dataset: Any = None) -> Shuffled:
-        return Shuffled(len(self.data.train), self._batch(), self.args.seed, self.data.lengths)
+        parts = self.args.world_size * self.args.gradient_accumulation_steps
+        batch = self.args.per_device_train_batch_size * parts
+        return Shuffled(len(self.data.train), batch, self.args.seed, self.data.lengths)
 
     def training_step(self, model: Any, inputs: Batch, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of a batch, replayed where they are recorded."""
