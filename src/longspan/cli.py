@@ -66,7 +66,7 @@ def demo(
 
 @app.command()
 def train(
-    task: Annotated[str, typer.Argument(help="mlm, mlm-sop, glue/TASK, imdb; `longspan tasks`.")],
+    task: Annotated[str, typer.Argument(help="mlm, glue/rte, lra/listops, …; `longspan tasks`.")],
     method: Annotated[str, typer.Option(help="A method; `longspan methods` lists them.")] = "yoso",
     settings: Annotated[
         list[str] | None,
@@ -86,6 +86,9 @@ def train(
         str | None, typer.Option(help="tiny, small (4 × 512) or base (12 × 768).")
     ] = None,
     length: Annotated[int | None, typer.Option(min=8, help="Tokens of a sequence.")] = None,
+    protocol: Annotated[
+        str | None, typer.Option(help="Of lra/…: longspan (default), wisconsin or google.")
+    ] = None,
     start: Annotated[
         Path | None, typer.Option(help="Start from the trained model in this folder.")
     ] = None,
@@ -113,10 +116,44 @@ def train(
     with _user_input():
         outcome = training.train(
             task, method, settings or [], data_dir=data_dir, output=output, size=size,
-            length=length, start=start, seed=seed, resume=resume, eval_only=eval_only,
-            keep_best=keep_best, time_limit=time_limit, tensorboard=tensorboard,
+            length=length, protocol=protocol, start=start, seed=seed, resume=resume,
+            eval_only=eval_only, keep_best=keep_best, time_limit=time_limit,
+            tensorboard=tensorboard,
         )  # fmt: skip
     raise typer.Exit(outcome)
+
+
+@app.command()
+def arena(
+    task: Annotated[
+        list[str] | None, typer.Option(help="lra/listops, …; repeat for more (default: all five).")
+    ] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="A method; repeat for more (default: six of them).")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each, with seeds 0, 1, …")] = 1,
+    protocol: Annotated[str, typer.Option(help="longspan, wisconsin or google.")] = "longspan",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="name=value for every run, as in `train`.")
+    ] = None,
+    data_dir: Annotated[Path, typer.Option(help="Folder of the data.")] = Path("data"),
+    output: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("longspan-arena"),
+    rows: Annotated[
+        Path | None, typer.Option(help="File that finished runs are added to, and skipped by.")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs side by side.")] = None,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Seconds after which all runs stop with a checkpoint.")
+    ] = None,
+) -> None:
+    """Train every method on every task of the Long Range Arena; the same command continues."""
+    training = _training()
+    with _user_input():
+        left = training.arena(
+            task, method, settings or [], seeds=seeds, protocol=protocol, data_dir=data_dir,
+            output=output, rows=rows, jobs=jobs, time_limit=time_limit,
+        )  # fmt: skip
+    raise typer.Exit(1 if left else 0)
 
 
 @app.command()

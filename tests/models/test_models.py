@@ -18,6 +18,7 @@ from longspan.models import (
     LongspanForTokenClassification,
     LongspanModel,
 )
+from longspan.models.encoder import pool
 
 OPTIONS = {
     "window": {"window": 5},
@@ -296,7 +297,7 @@ def test_wrong_configurations_and_inputs_are_refused():
         (dict(method="nystroem"), "method must be one of"),
         (dict(norm="middle"), "norm must be one of 'post', 'pre', got 'middle'"),
         (dict(positions="relative"), "positions must be one of 'learned', 'rotary'"),
-        (dict(pooling="max"), "pooling must be one of 'first', 'mean', got 'max'"),
+        (dict(pooling="max"), "pooling must be one of 'first', 'mean', 'padded-mean', got 'max'"),
         (dict(num_attention_heads=5), "multiple of num_attention_heads, got 32 and 5"),
         (dict(num_attention_heads=32, positions="rotary"), "must be even"),
     ):
@@ -327,3 +328,14 @@ def test_masked_positions_are_predicted_as_among_all(model_class):
     logits = few[1], all_[1].gather(1, places[..., None].expand(-1, -1, 99))
     assert relative_error(*logits) < 1e-5
     torch.testing.assert_close(few.loss, all_.loss)
+
+
+def test_poolings():
+    x, mask = torch.randn(2, 5, 3), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    x[1, 2:] = torch.nan  # what padding holds does not matter
+    assert torch.equal(pool(x, mask, "first"), x[:, 0])
+    mean, padded = pool(x, mask, "mean"), pool(x, mask, "padded-mean")
+    torch.testing.assert_close(mean[1], x[1, :2].mean(0))
+    torch.testing.assert_close(padded[0], mean[0])
+    torch.testing.assert_close(padded[1], mean[1] * 2 / 5)
+    torch.testing.assert_close(pool(x[:1], None, "padded-mean"), mean[:1])

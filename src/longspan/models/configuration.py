@@ -9,7 +9,7 @@ from longspan.attention.methods import find
 
 NORMS = ("post", "pre")
 POSITIONS = ("learned", "rotary")
-POOLINGS = ("first", "mean")
+POOLINGS = ("first", "mean", "padded-mean")
 
 
 class LongspanConfig(PreTrainedConfig):
@@ -24,7 +24,9 @@ class LongspanConfig(PreTrainedConfig):
         positions: "learned" absolute embeddings, or "rotary" turns of queries and keys.
         position_offset: first row of the learned positions in use; 2 in published checkpoints.
         rotary_base: wavelengths of rotary positions run from 2π to about 2π · rotary_base.
-        pooling: what classifiers read: the "first" token, or the "mean" over valid tokens.
+        pooling: what classifiers read: the "first" token, the "mean" over valid tokens, or their
+            sum over the padded length ("padded-mean"), which shrinks with padding: for comparisons
+            with results that were published so.
 
     The others mean what they mean in BERT. There is no attention dropout: linear methods have no
     weights to drop.

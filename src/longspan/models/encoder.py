@@ -231,4 +231,6 @@ def pool(x: Tensor, attention_mask: Tensor | None, pooling: str) -> Tensor:
     if mask is None:
         return x.mean(1)
     total = x.masked_fill(~mask[..., None], 0).sum(1)
+    if pooling == "padded-mean":
+        return total / x.shape[1]
     return total / mask.sum(1, keepdim=True).clamp(min=1)

@@ -4,11 +4,12 @@ from longspan.attention import checks
 from longspan.tasks.base import Batch, Data, Examples, Task
 from longspan.tasks.glue import TASKS as GLUE
 from longspan.tasks.imdb import IMDB
+from longspan.tasks.lra import LRA
 from longspan.tasks.mlm import MLM, MLM_SOP
 
 __all__ = ["TASKS", "Batch", "Data", "Examples", "Task", "find"]
 
-TASKS: dict[str, Task] = {task.name: task for task in (MLM, MLM_SOP, *GLUE, IMDB)}
+TASKS: dict[str, Task] = {task.name: task for task in (MLM, MLM_SOP, *GLUE, IMDB, *LRA)}
 
 
 def find(name: str) -> Task:

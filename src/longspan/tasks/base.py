@@ -34,6 +34,7 @@ class Data:
         resident: whether batches are already on the training device.
         tokenizer: saved beside the model, where there is one; has `save_pretrained(folder)`.
         tokens: of a training row on average, padding not counted; the length unless given.
+        lengths: tokens of every training row; where given, batches are made of similar ones.
     """
 
     train: Examples
@@ -42,6 +43,7 @@ class Data:
     resident: bool = False
     tokenizer: Any = None
     tokens: float | None = None
+    lengths: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from longspan.attention.methods import find as find_method
 from longspan.tasks import TASKS, corpus
 from longspan.tasks import find as find_task
 from longspan.training import recipes, run, settings
+from longspan.training.arena import arena
 from longspan.training.sweep import sweep
 
-__all__ = ["TASKS", "sweep", "tokenize", "train"]
+__all__ = ["TASKS", "arena", "sweep", "tokenize", "train"]
 
 
 def train(
@@ -25,6 +26,7 @@ def train(
     output: Path,
     size: str | None,
     length: int | None,
+    protocol: str | None,
     start: Path | None,
     seed: int | None,
     resume: bool,
@@ -53,7 +55,7 @@ def train(
         start = start or (None if was["start"] is None else Path(was["start"]))
         data_dir = data_dir or Path(was["data_dir"])
     else:
-        recipe = recipes.find(task, method, model_size=size, length=length)
+        recipe = recipes.find(task, method, model_size=size, length=length, protocol=protocol)
         if start is not None:
             recipe = recipe.from_start()
     recipe = settings.apply(recipe, row, method, settings.parse(given))

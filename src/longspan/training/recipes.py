@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longspan.attention import checks
+from longspan.training import lra as arena
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=2, intermediate_size=128),
@@ -22,7 +23,7 @@ SIZES: dict[str, dict[str, int]] = {
         num_hidden_layers=12, hidden_size=768, num_attention_heads=12, intermediate_size=3072
     ),
 }
-SCHEDULES = ("linear", "constant", "cosine")
+SCHEDULES = ("linear", "constant", "cosine", "inverse_sqrt")
 PRECISIONS = ("auto", "bf16", "fp32")
 
 
@@ -37,7 +38,7 @@ class Recipe:
         steps: of the optimizer; 0 counts `epochs` instead.
         epochs: passes over the training rows.
         warmup: steps of linear warm-up; below 1, a share of all steps.
-        schedule: after warm-up: "linear" or "cosine" to zero, or "constant".
+        schedule: after warm-up: "linear" or "cosine" to zero, "constant", or "inverse_sqrt".
         weight_decay, adam_beta2, adam_epsilon: of AdamW.
         clip: norm that gradients are clipped to; 0 leaves them.
         accumulate: parts that a step's batch is computed in, for less memory.
@@ -49,6 +50,9 @@ class Recipe:
         save_every: steps between checkpoints; 0 saves only when the run is stopped.
         patience: evaluations without improvement after which training stops; 0 never stops it.
         compile: whether `torch.compile` is used: a minute to start, faster steps.
+        graph: whether steps are replayed as a CUDA graph, which takes one launch instead of
+            hundreds: for small models on one NVIDIA GPU.
+        evaluation_batch: sequences of a step of evaluation; 0 takes those of training.
         keep_best: score and save the weights of the best evaluation instead of the last.
         config: fields of `LongspanConfig`.
         options: of the method.
@@ -74,6 +78,8 @@ class Recipe:
     save_every: int = 0
     patience: int = 0
     compile: bool = False
+    graph: bool = False
+    evaluation_batch: int = 0
     keep_best: bool = False
     config: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -83,7 +89,7 @@ class Recipe:
         """Check what nothing below checks."""
         for name in ("length", "batch", "accumulate", "log_every"):
             checks.integer(name, getattr(self, name), 1)
-        for name in ("steps", "evaluate_every", "save_every", "patience"):
+        for name in ("steps", "evaluate_every", "save_every", "patience", "evaluation_batch"):
             checks.integer(name, getattr(self, name), 0)
         checks.choice("schedule", self.schedule, SCHEDULES)
         checks.choice("precision", self.precision, PRECISIONS)
@@ -164,22 +170,43 @@ def imdb(method: str, *, task: str, model_size: str = "small", length: int = 512
     return glue(method, task=task, model_size=model_size, length=length)
 
 
+def lra(
+    method: str,
+    *,
+    task: str,
+    model_size: str | None = None,
+    length: int | None = None,
+    protocol: str = "longspan",
+) -> Recipe:
+    """The Long Range Arena, as `longspan.training.lra` says."""
+    recipe = Recipe(**arena.fields(method, task, length=length, protocol=protocol))
+    return recipe if model_size is None else recipe.changed(config=size(model_size))
+
+
 FAMILIES: dict[str, Callable[..., Recipe]] = {
     "mlm": mlm,
     "mlm-sop": mlm,
     "glue": glue,
     "imdb": imdb,
+    "lra": lra,
 }
 
 
 def find(
-    task: str, method: str, *, model_size: str | None = None, length: int | None = None
+    task: str,
+    method: str,
+    *,
+    model_size: str | None = None,
+    length: int | None = None,
+    protocol: str | None = None,
 ) -> Recipe:
     """The recipe of a task ("glue/rte" is of the family "glue") for a method.
 
-    `model_size` and `length` are the recipe's own unless given.
+    `model_size`, `length` and `protocol` are the recipe's own unless given.
     """
     family = task.partition("/")[0]
     checks.choice("task", family, FAMILIES)
-    given = {"task": task, "model_size": model_size, "length": length}
+    if protocol is not None and family != "lra":
+        raise ValueError(f"protocol must be left out for {task}: only lra/… has one")
+    given = {"task": task, "model_size": model_size, "length": length, "protocol": protocol}
     return FAMILIES[family](method, **{k: v for k, v in given.items() if v is not None})

@@ -106,7 +106,9 @@ def train(
     stop = Stop(time_limit)
     title = f"{run.task.name} {run.method}"
     watch = Watch(title, run.recipe.batch * (data.tokens or run.recipe.length), console)
-    trainer = LongspanTrainer(run.task, data, model, made, journal, [stop, watch])
+    trainer = LongspanTrainer(
+        run.task, data, model, made, journal, [stop, watch], graph=run.recipe.graph
+    )
     for noisy in (transformers.PrinterCallback, transformers.ProgressCallback):
         trainer.remove_callback(noisy)
     if not eval_only:

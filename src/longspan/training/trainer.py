@@ -15,6 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from longspan.tasks.base import Batch, Data, Examples, Task
 from longspan.training.callbacks import Journal
+from longspan.training.graph import StepGraph
 from longspan.training.recipes import Recipe
 
 JOURNAL = "journal.json"  # written last: a checkpoint that has it is whole
@@ -39,12 +40,21 @@ class Rows(Dataset):
 
 
 class Shuffled(Sampler[int]):
-    """Whole batches of rows, each at most once an epoch, in an order of seed and epoch alone."""
+    """Whole batches of rows, each at most once an epoch, in an order of seed and epoch alone.
 
-    def __init__(self, rows: int, batch: int, seed: int) -> None:
+    Where `lengths` of rows are given, those of so many batches are sorted by them before they are
+    cut into batches, whose order is random again: batches then need little padding.
+    """
+
+    SORTED = 50  # batches
+
+    def __init__(
+        self, rows: int, batch: int, seed: int, lengths: Sequence[int] | None = None
+    ) -> None:
         if batch > rows:
             raise ValueError(f"batch must be at most the {rows} rows to train on, got {batch}")
         self.rows, self.used, self.seed, self.epoch = rows, rows // batch * batch, seed, 0
+        self.batch, self.lengths = batch, None if lengths is None else np.asarray(lengths)
 
     def __len__(self) -> int:
         return self.used
@@ -54,7 +64,13 @@ class Shuffled(Sampler[int]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        order = np.random.default_rng((self.seed, self.epoch)).permutation(self.rows)[: self.used]
+        rng = np.random.default_rng((self.seed, self.epoch))
+        order = rng.permutation(self.rows)[: self.used]
+        if self.lengths is not None:
+            lengths = self.lengths
+            runs = np.split(order, range(0, self.used, self.SORTED * self.batch)[1:])
+            order = np.concatenate([run[lengths[run].argsort(kind="stable")] for run in runs])
+            order = rng.permutation(order.reshape(-1, self.batch)).reshape(-1)
         return iter((order + self.epoch * self.rows).tolist())
 
 
@@ -69,8 +85,10 @@ class LongspanTrainer(Trainer):
         arguments: TrainingArguments,
         journal: Journal,
         callbacks: list[Any],
+        graph: bool = False,
     ) -> None:
         self.data, self.journal = data, journal
+        self.graph = StepGraph(model.parameters()) if graph else None
         first = next(iter(data.evaluation.values()))
 
         def score(prediction: Any) -> dict[str, float]:
@@ -115,7 +133,15 @@ class LongspanTrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Shuffled:
         parts = self.args.world_size * self.args.gradient_accumulation_steps
         batch = self.args.per_device_train_batch_size * parts
-        return Shuffled(len(self.data.train), batch, self.args.seed)
+        return Shuffled(len(self.data.train), batch, self.args.seed, self.data.lengths)
+
+    def training_step(self, model: Any, inputs: Batch, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of a batch, replayed where they are recorded."""
+
+        def step(batch: Batch) -> torch.Tensor:
+            return super(LongspanTrainer, self).training_step(model, batch, *args, **kwargs)
+
+        return step(inputs) if self.graph is None else self.graph(step, inputs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
@@ -179,7 +205,14 @@ def arguments(
             f"batch must be a multiple of processes × accumulate = {parts}, got {recipe.batch}"
         )
     made.per_device_train_batch_size = recipe.batch // parts
-    made.per_device_eval_batch_size = 2 * made.per_device_train_batch_size  # nothing is kept
+    made.per_device_eval_batch_size = (
+        recipe.evaluation_batch or 2 * made.per_device_train_batch_size  # nothing is kept
+    )
+    if recipe.graph and (parts > 1 or made.device.type != "cuda"):
+        raise ValueError(
+            "graph must be false but for one process on an NVIDIA GPU without accumulation, got "
+            f"{made.world_size} on {made.device.type} and accumulate = {recipe.accumulate}"
+        )
     return made
 
 

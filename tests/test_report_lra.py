@@ -1,0 +1,67 @@
+"""The arena's table: seeds together, protocols apart, nothing called complete that is not."""
+
+import pytest
+
+from longspan import records
+from longspan.report import lra
+
+
+def row(task="listops", method="yoso", seed=0, accuracy=0.37, **more):
+    options = {"yoso": {"num_hashes": 32}, "nystrom": {"num_landmarks": 128}}.get(method, {})
+    steps = more.pop("steps", lra.STEPS[task.partition("-")[0]])
+    recipe = {"length": 4096, "data": {"protocol": more.pop("protocol", "longspan")}}
+    return {
+        "kind": "training", "task": f"lra/{task}", "method": method, "options": options,
+        "seed": seed, "steps": steps, "seconds": 60.0, "side_by_side": 2,
+        "metrics": {"validation": {"accuracy": accuracy}, "test": {"accuracy": accuracy}},
+        "recipe": {**recipe, **more.pop("recipe", {})},
+        "environment": {"gpu": "H200", "cpu": "EPYC"}, **more,
+    }  # fmt: skip
+
+
+def line(text, start):
+    (found,) = [line for line in text.splitlines() if line.startswith(f"| {start}")]
+    return [cell.strip() for cell in found.strip("|").split("|")]
+
+
+def test_seeds_are_one_cell_and_the_average_is_of_five():
+    rows = [row(seed=s, accuracy=a) for s, a in enumerate((0.36, 0.37, 0.38))]
+    rows += [row(task, accuracy=0.5) for task in lra.TASKS[1:]]
+    text = lra.markdown(rows)
+    cells = line(text, "**yoso-32**")
+    assert cells[1:] == ["longspan", "37.00 ± 1.00 (3)", *["50.00 (1)"] * 4, "47.40"]
+    assert line(text, "exact, Xiong")[2:] == ["37.1", "65.02", "79.35", "38.2", "74.16", "58.77"]
+
+
+def test_protocols_methods_and_steps_are_kept_apart():
+    text = lra.markdown([
+        row(), row(protocol="wisconsin", accuracy=0.4), row(method="softmax", accuracy=0.39),
+        row(steps=100, accuracy=0.2), row(method="nystrom", steps=100, accuracy=0.1),
+        row(method="window", recipe={"length": 512, "data": {"protocol": "google"}}),
+    ])  # fmt: skip
+    assert line(text, "**yoso-32** | longspan")[2] == "37.00 (1)"
+    assert line(text, "**yoso-32** | wisconsin")[2] == "40.00 (1)"
+    assert line(text, "**nystrom-128**")[2] == "10.00 (1) †"
+    assert line(text, "**window**")[1:3] == ["google", "37.00 (1) †"]
+    assert line(text, "listops | softmax")[8] == "37.1 (+1.90)"
+    assert line(text, "listops | yoso-32 | longspan |  | 100")[6] == "20.00 (1)"
+
+
+def test_a_seed_counts_once_and_wiki_is_not_aan():
+    text = lra.markdown([row(accuracy=0.1), row(), row("retrieval-wiki", accuracy=0.7)])
+    assert line(text, "**yoso-32**")[2] == "37.00 (1)"
+    assert line(text, "**yoso-32**")[7] == "70.00 (1)"
+    assert line(text, "**yoso-32**")[4] == ""
+    assert "not AAN" in text
+    assert "not AAN" not in lra.markdown([row()])
+
+
+def test_other_rows_are_left_alone(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    records.append(path, {"kind": "training", "task": "mlm", "method": "yoso"})
+    with pytest.raises(SystemExit, match="must hold rows of lra/… tasks, got none"):
+        lra.main(path)
+    records.append(path, {k: v for k, v in row().items() if k != "environment"})
+    lra.main(path)
+    assert capsys.readouterr().out == f"Wrote {tmp_path / 'rows.md'}\n"
+    assert "**yoso-32**" in (tmp_path / "rows.md").read_text()
