@@ -28,25 +28,6 @@ LINFORMER: dict[int, dict[int, tuple[float, float]]] = {
     65536: {128: (20, 60), 256: (18, 52), 512: (16, 40), 1024: (14, 20), 2048: (7.9, 18)},
 }
 
-# Long Range Arena, accuracy in percent: Nyströmformer's table 3 (a re-implementation in PyTorch),
-# and the arena's own table 1 (arXiv 2011.04006) for what the former lacks.
-LRA_TASKS = ("listops", "text", "retrieval", "image", "pathfinder")
-LRA_STEPS = {
-    "listops": 5_000, "text": 20_000, "retrieval": 30_000, "image": 35_000, "pathfinder": 62_400,
-}  # fmt: skip
-LRA = {
-    ("softmax", "Nyströmformer paper"): (37.10, 65.02, 79.35, 38.20, 74.16),
-    ("nystrom", "Nyströmformer paper"): (37.15, 65.52, 79.56, 41.58, 70.94),
-    ("linformer", "Nyströmformer paper"): (37.25, 55.91, 79.37, 37.84, 67.60),
-    ("reformer", "Nyströmformer paper"): (19.05, 64.88, 78.64, 43.29, 69.36),
-    ("yoso_expectation", "Primal-Attention paper"): (37.3, 64.7, 81.2, 39.8, 72.9),
-    ("softmax", "LRA paper"): (36.37, 64.27, 57.46, 42.44, 71.40),
-    ("window", "LRA paper (Longformer)"): (35.63, 62.85, 56.89, 42.22, 69.71),
-    ("strided", "LRA paper (Sparse)"): (17.07, 63.58, 59.59, 44.24, 71.71),
-    ("linformer", "LRA paper"): (35.70, 53.94, 52.27, 38.56, 76.34),
-    ("reformer", "LRA paper"): (37.27, 56.10, 53.40, 38.07, 68.50),
-}
-
 # GLUE and IMDB, development sets: Nyströmformer's and Linformer's tables. F1 for MRPC and QQP in
 # the former, accuracy elsewhere.
 GLUE = {

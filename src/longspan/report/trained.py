@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
-from longspan.report import published
+from longspan.report import lra, published
 from longspan.report.charts import layout, trace
 from longspan.report.section import Chart, Rows, Section, Table, number
 
@@ -85,7 +85,7 @@ def _arena(rows: Rows, prefix: str) -> list[Section]:
     if not rows:
         return []
     here = {_task(row) for row in rows}
-    tasks = [t for t in published.LRA_TASKS if t in here]
+    tasks = [t for t in lra.TASKS if t in here]
     tasks += sorted(here - set(tasks))
     lines = []
     for protocol in dict.fromkeys(map(_protocol, rows)):
@@ -95,14 +95,15 @@ def _arena(rows: Rows, prefix: str) -> list[Section]:
             cells = [
                 _cell(found.get(task)) + (" †" if (name, task) in short else "") for task in tasks
             ]
-            whole = all(t in found and (name, t) not in short for t in published.LRA_TASKS)
-            medians = [median(found[t]) for t in published.LRA_TASKS if t in found]
+            whole = all(t in found and (name, t) not in short for t in lra.TASKS)
+            medians = [median(found[t]) for t in lra.TASKS if t in found]
             mean = f"{sum(medians) / len(medians):.1f}" if whole else ""
             lines.append([name, f"here{', ' * bool(protocol)}{protocol}", *cells, mean])
-    for (name, source), printed in published.LRA.items():
-        known = dict(zip(published.LRA_TASKS, printed, strict=True))
+    for printed in lra.PUBLISHED:
+        known = dict(zip(lra.TASKS, printed.accuracy, strict=True))
         cells = [f"{known[t]:.1f}" if t in known else "" for t in tasks]
-        lines.append([name, source, *cells, f"{sum(printed) / len(printed):.1f}"])
+        average = f"{sum(printed.accuracy) / len(printed.accuracy):.1f}"
+        lines.append([printed.name, printed.source, *cells, average])
     return [
         Section(
             "Long Range Arena",
@@ -116,7 +117,7 @@ def _arena(rows: Rows, prefix: str) -> list[Section]:
 
 def _short(row: Mapping[str, Any]) -> bool:
     """Whether a run had fewer steps than published ones, as far as that can be told."""
-    wanted = published.LRA_STEPS.get(_task(row))
+    wanted = lra.STEPS.get(_task(row))
     return wanted is not None and row.get("steps") is not None and row["steps"] < wanted
 
 
