@@ -71,5 +71,5 @@ lint: $(READY)   ## Check style, types and the direction of imports
 	@$(BIN)/lint-imports --no-cache
 
 clean:           ## Remove what make made
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache longspan-*
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache longspan-demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
