@@ -144,21 +144,9 @@ def linformer_backward(
 
 @ops.fake(linformer_backward)
 def _(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    e: Tensor,
-    f: Tensor,
-    key_mask: Tensor | None,
-    y: Tensor,
-    short_k: Tensor,
-    short_v: Tensor,
-    lse: Tensor,
-    scale: float,
-    learned: bool,
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor, *rest: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    de, df = (x.new_empty(x.shape if learned else (0,)) for x in (e, f))
+    de, df = (x.new_empty(x.shape if rest[-1] else (0,)) for x in (e, f))
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), de, df
 
 
