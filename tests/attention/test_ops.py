@@ -1,10 +1,13 @@
-"""What compilers are told of the CUDA ops: shapes and dtypes of both passes, without a GPU."""
+"""The CUDA ops without a GPU: what compilers are told of them, and how kernels are launched."""
+
+import ctypes
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import longspan  # noqa: F401  registers the ops
+from longspan.attention import nvrtc
 
 # Of the forward, after the inputs; of the backward, after the inputs, and after what is kept.
 OPTIONS = {
@@ -33,3 +36,61 @@ def test_gradients_are_like_what_they_are_of(name, dtype):
         assert (y.shape, y.dtype) == (g.shape, dtype)
         found = [(x.shape, x.dtype, x.device) for x in grads]
         assert found == [(x.shape, x.dtype, x.device) for x in inputs]
+
+
+class Driver:
+    """Launches that fail as told, and notes what the others were given."""
+
+    def __init__(self, *errors):
+        self.errors, self.entered, self.given = list(errors), 0, []
+
+    def cuLaunchKernel(self, handle, *sizes):
+        *sizes, shared, stream, addresses, _ = sizes
+        places = ctypes.cast(addresses, ctypes.POINTER(ctypes.POINTER(ctypes.c_int64)))
+        values = [places[i][0] for i in range(4)]
+        self.given.append((handle, *sizes, shared, stream, *values))
+        name = self.errors.pop(0)
+        return (SimpleNamespace(name=name) if name else 0,)
+
+    def cuCtxGetCurrent(self):
+        self.entered += 1
+        return 0, 1
+
+
+def launch(monkeypatch, *errors):
+    driver = Driver(*errors)
+    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    x = torch.zeros(3)
+    nvrtc.Launch("rows.finish", 11, 4, 128)(7, 256, 5, [x, 1 << 40, 1.0, None])
+    assert driver.given[-1] == (
+        11,
+        7,
+        1,
+        1,
+        256,
+        1,
+        1,
+        128,
+        5,
+        x.data_ptr(),
+        1 << 40,
+        0x3F800000,
+        0,
+    )
+    return driver
+
+
+def test_a_launch_hands_over_the_bits_of_its_arguments(monkeypatch):
+    assert launch(monkeypatch, None).entered == 0
+
+
+def test_a_thread_without_a_context_is_given_one(monkeypatch):
+    driver = launch(monkeypatch, "CUDA_ERROR_INVALID_CONTEXT", None)
+    assert (driver.entered, len(driver.given)) == (1, 2)
+
+
+def test_a_launch_that_fails_says_which(monkeypatch):
+    message = "rows.finish could not be launched: CUDA_ERROR_OUT_OF_MEMORY"
+    with pytest.raises(RuntimeError, match=message):
+        launch(monkeypatch, "CUDA_ERROR_OUT_OF_MEMORY")

@@ -11,9 +11,11 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton, from the extra [cuda]")
 
-SCRIPT = """
-import sys
+SCRIPT = r"""
+import re, sys
 import torch
+from longspan.attention import nvrtc
+from longspan.attention.tiles import Compiled
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -24,12 +26,17 @@ class Hopper:
     get_current_stream = lambda self, device=0: 0
 
 driver.set_active(Hopper())
+nvrtc.enter = lambda device: None
 launch, compiled = JITFunction.run, []
 
 def compile_only(self, *args, grid, warmup=False, **options):
     kernel = launch(self, *args, grid=grid, warmup=True, **options)
     assert kernel.metadata.shared <= 227 * 1024, (self.__name__, kernel.metadata.shared)
     assert kernel.asm["cubin"]
+    # What `tiles.Compiled` hands over is what the code asks for.
+    entry = re.search(r"\.entry.*?\((.*?)\)", kernel.asm["ptx"], re.S)[1]
+    kernel.function = 1
+    assert len(Compiled(kernel, self.arg_names, args).run.values) == entry.count(".param")
     compiled.append(self.__name__)
 
 JITFunction.run = compile_only

@@ -72,8 +72,8 @@ def _driver() -> Any:
 class Launch:
     """A loaded kernel, and room for so many arguments: for one thread, which may use it again."""
 
-    def __init__(self, handle: int, arguments: int, shared: int = 0) -> None:
-        self.handle, self.shared = handle, shared
+    def __init__(self, name: str, handle: int, arguments: int, shared: int = 0) -> None:
+        self.name, self.handle, self.shared = name, handle, shared
         self.values = (ctypes.c_int64 * arguments)()
         start = ctypes.addressof(self.values)
         self.addresses = (ctypes.c_void_p * arguments)(*range(start, start + 8 * arguments, 8))
@@ -82,11 +82,18 @@ class Launch:
     def __call__(self, grid: int, block: int, stream: int, arguments: Iterable[object]) -> None:
         """Run it; arguments as in `launcher`."""
         self.values[:] = [x if type(x) is int else _bits(x) for x in arguments]
+        error = self._try(grid, block, stream)
+        if error and error.name == "CUDA_ERROR_INVALID_CONTEXT":
+            enter(torch._C._cuda_getDevice())  # a new thread may have the number of a dead one
+            error = self._try(grid, block, stream)
+        if error:
+            raise RuntimeError(f"{self.name} could not be launched: {error.name}")
+
+    def _try(self, grid: int, block: int, stream: int) -> Any:
         (error,) = _driver().cuLaunchKernel(
             self.handle, grid, 1, 1, block, 1, 1, self.shared, stream, self.at, 0
         )
-        if error:
-            raise RuntimeError(f"a kernel could not be launched: {error.name}")
+        return error
 
 
 def launcher(source: Path, **defines: object) -> Callable[..., None]:
@@ -105,7 +112,7 @@ def launcher(source: Path, **defines: object) -> Callable[..., None]:
         found = known.get(mine)
         if found is None:
             handle = int(_load(source, key, name, device).handle)
-            found = known[mine] = Launch(handle, len(arguments))
+            found = known[mine] = Launch(f"{source.stem}.{name}", handle, len(arguments))
             enter(device)
         found(grid, block, stream, arguments)
 

@@ -64,7 +64,8 @@ class Compiled:
         # which is none, follow the arguments.
         self.places = [i for i in range(len(arguments)) if signature[names[i]] != "constexpr"]
         self.threads = 32 * metadata.num_warps
-        self.run = nvrtc.Launch(compiled.function, len(self.places) + 2, metadata.shared)
+        count = len(self.places) + 2
+        self.run = nvrtc.Launch(metadata.name, compiled.function, count, metadata.shared)
         nvrtc.enter(arguments[0].device.index)
 
     def launch(self, grid: int, arguments: Sequence[Any]) -> None:
