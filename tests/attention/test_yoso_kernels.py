@@ -110,7 +110,8 @@ def test_codes_are_those_of_the_reference(channels, num_hashes, hash_bits, dtype
         assert torch.equal(more[1].int().mT, by_hash[1])
     for x, codes in zip((q, k), by_hash, strict=True):
         expected = hash_codes(x.double(), planes)
-        # Bits may differ where a projection is within rounding of zero: in a million, hardly one.
+        # A bit may differ where a projection is within rounding of zero. The two pieces of a plane
+        # have 16 digits: of some 10⁵ codes, a few at most. A code laid out wrong would differ in all.
         assert (codes != expected).double().mean() < 1e-4
 
 

@@ -1,4 +1,4 @@
-"""`model`: a whole encoder, inference and training step, and the largest batch that fits.
+"""`model`: a whole encoder, inference and training step, and an estimate of the largest batch.
 
 Sizes: 6 layers of 256 channels, 4 heads and 1,024 in between (the YOSO paper's efficiency study),
 and 12 layers of 768, 12 heads, 3,072 (BERT-base). A training step is forward, backward and AdamW,
