@@ -111,7 +111,7 @@ def test_codes_are_those_of_the_reference(channels, num_hashes, hash_bits, dtype
     for x, codes in zip((q, k), by_hash, strict=True):
         expected = hash_codes(x.double(), planes)
         # A bit may differ where a projection is within rounding of zero. The two pieces of a plane
-        # have 16 digits: of some 10⁴ codes, hardly one. Codes laid out wrong would nearly all differ.
+        # have 16 digits: of some 10⁴ codes, hardly one. Laid out wrong, nearly all would differ.
         assert (codes != expected).double().mean() < 1e-4
 
 
