@@ -279,6 +279,21 @@ def test_the_size_of_gradients_and_values_does_not_matter(size):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [40, 3000], ids=["walked", "in-tables"])
+def test_one_token_may_hold_all_of_the_gradient(tokens):
+    """As where a classifier reads the first token: it meets its own key in every hash."""
+    q, _, v = (x.requires_grad_() for x in qkv(queries=tokens, dtype=torch.bfloat16, device="cuda"))
+    g = torch.zeros_like(v)
+    g[:, :, 0, 5] = 1
+    results = []
+    for impl in ("fused", "reference"):
+        y = longspan.yoso(q, q, v, seed=5, impl=impl, normalize=False)
+        results.append(torch.autograd.grad(y, (q, v), g))
+    for fused, plain in zip(*results, strict=True):  # tolerance as above
+        assert relative_error(fused, plain) < 1e-2
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", list(verbs.TYPES), ids=lambda t: str(t).removeprefix("torch."))
 def test_fewer_hashes_in_the_backward(dtype):
     q, k, v = (x.requires_grad_() for x in qkv(queries=400, dtype=dtype, device="cuda"))

@@ -21,6 +21,8 @@ class LongspanConfig(PreTrainedConfig):
             `max_length` is `max_position_embeddings` unless given.
         norm: "post" normalises after each residual sum (BERT), "pre" before each part.
         embedding_size: width of the token embeddings where smaller than `hidden_size` (ALBERT).
+        embedding_norm: whether the sum of the embeddings is normalised (BERT).
+        embedding_range: deviation that embeddings start with, `initializer_range` by default.
         positions: "learned" absolute embeddings, or "rotary" turns of queries and keys.
         position_offset: first row of the learned positions in use; 2 in published checkpoints.
         rotary_base: wavelengths of rotary positions run from 2π to about 2π · rotary_base.
@@ -49,6 +51,8 @@ class LongspanConfig(PreTrainedConfig):
     type_vocab_size: int = 2
     layer_norm_eps: float = 1e-12
     initializer_range: float = 0.02
+    embedding_range: float | None = None
+    embedding_norm: bool = True
     norm: str = "post"
     pooling: str = "first"
     method: str = "yoso"

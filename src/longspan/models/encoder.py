@@ -17,7 +17,7 @@ from longspan.models.configuration import LongspanConfig
 
 
 class LongspanEmbeddings(nn.Module):
-    """Token + type + learned position, normalised; widened to the hidden size if narrower."""
+    """Token + type + learned position; widened to the hidden size if narrower."""
 
     def __init__(self, config: LongspanConfig) -> None:
         super().__init__()
@@ -29,7 +29,9 @@ class LongspanEmbeddings(nn.Module):
         if config.positions == "learned":
             rows = config.max_position_embeddings + config.position_offset
             self.position_embeddings = nn.Embedding(rows, size)
-        self.norm = nn.LayerNorm(size, config.layer_norm_eps)
+        self.norm: nn.Module = nn.Identity()
+        if config.embedding_norm:
+            self.norm = nn.LayerNorm(size, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.projection: nn.Module = nn.Identity()
         if size != config.hidden_size:
@@ -123,6 +125,10 @@ class LongspanPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, SequenceProjection):
             module.reset_parameters()
+        start = self.config.embedding_range
+        loaded = isinstance(module, nn.Embedding) and hasattr(module.weight, "_is_hf_initialized")
+        if isinstance(module, nn.Embedding) and start is not None and not loaded:
+            module.weight.mul_(start / self.config.initializer_range)
 
 
 class LongspanModel(LongspanPreTrainedModel):

@@ -76,11 +76,15 @@ def arena(
     ]
     for task in dict.fromkeys(job.task for job in wanted):
         prepare(task.removeprefix("lra/"), data_dir)
-    left = execute(wanted, output, workers=workers, time_limit=time_limit, console=console)
-    for job in wanted:
+
+    def keep(job: Job) -> None:
         row = row_of(job, output)
-        if row is not None and _identity(row) not in known:
-            records.append(rows, {k: v for k, v in row.items() if k != "environment"})
+        assert row is not None
+        records.append(rows, {k: v for k, v in row.items() if k != "environment"})
+
+    left = execute(
+        wanted, output, workers=workers, time_limit=time_limit, console=console, finish=keep
+    )
     if left:
         console.print(f"Left: {', '.join(left)}. The same command continues.", soft_wrap=True)
     return 1 if left else 0

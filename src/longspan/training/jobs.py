@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
@@ -52,15 +52,20 @@ def execute(
     workers: int = 1,
     time_limit: float | None = None,
     console: Console,
+    finish: Callable[[Job], None] = lambda job: None,
 ) -> list[str]:
     """Run what is not finished yet; returns the names of the jobs that still are not.
 
     Each job has the folder `work/NAME` with its log, checkpoints and rows; a row marks it finished.
+    `finish` is called with every job whose row is there, as soon as it is.
     """
     for job in jobs:
         _check_unchanged(job, work)
     deadline = None if time_limit is None else time.time() + time_limit
     finished = {job.name for job in jobs if row_of(job, work) is not None}
+    for job in jobs:
+        if job.name in finished:
+            finish(job)
     waiting = [job for job in jobs if job.name not in finished]
     running: dict[Future[tuple[str, bool]], Job] = {}
     begin = time.time()
@@ -85,6 +90,7 @@ def execute(
                     told = f"failed: {type(error).__name__}: {error}"
                 if row_of(job, work) is not None:
                     finished.add(job.name)
+                    finish(job)
                 console.print(
                     f"{time.time() - begin:6.0f} s  {job.name}: {told}", soft_wrap=True,
                     highlight=False, markup=False,

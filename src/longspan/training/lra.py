@@ -78,6 +78,8 @@ def fields(
             # The deviation of torch's own start, uniform up to 1/√channels. From BERT's 0.02,
             # attention needs twice as many steps to find ListOps' outermost operator.
             initializer_range=(3 * channels) ** -0.5,
+            embedding_range=0.02,
+            embedding_norm=False,
         ),
         options=options(method, length),
         data=dict(protocol=protocol, group_lengths=not published),

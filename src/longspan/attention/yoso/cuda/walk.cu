@@ -233,7 +233,8 @@ __device__ void walk_outer_side(const Side& s, const float* totals, const char* 
   const char* rows = s.other_a + from * (4 * W);
   heavy += bh * (int64_t)hashes * (s.other_n / MOST + 1) * (E * Bytes<SUM>::each);
   const float g_total = KEY ? totals[bh] : 0;
-  const float g_scale = 32768 * inverse_of(g_total), g_back = g_total / 32768;  // any sum fits float16
+  // Four rows at a time fit float16, even four times the one that holds all of g.
+  const float g_scale = 8192 * inverse_of(g_total), g_back = g_total / 8192;
   Row8<F16> own;
   float sum[8] = {}, v_sum[8] = {};
   if (seen) own.load(s.a + row * (4 * W), lane);
