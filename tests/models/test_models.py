@@ -292,6 +292,19 @@ def test_eval_repeats_and_training_draws_afresh():
     assert not torch.equal(model(ids, mask)[0], model(ids, mask)[0])
 
 
+def test_embeddings_start_as_large_as_asked_and_keep_what_is_loaded(tmp_path):
+    model = LongspanModel(config(embedding_range=0.5, embedding_norm=False, vocab_size=2000))
+    words = model.embeddings.word_embeddings.weight.detach()
+    # 2000 × 32 numbers: their deviation is known to a hundredth.
+    assert words[1:].std().item() == pytest.approx(0.5, rel=0.02)
+    assert words[0].eq(0).all()  # padding
+    assert model.layers[0].up.weight.std() < 0.05
+    assert isinstance(model.embeddings.norm, torch.nn.Identity)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert torch.equal(again.embeddings.word_embeddings.weight, words)
+
+
 def test_wrong_configurations_and_inputs_are_refused():
     for wrong, message in (
         (dict(method="nystroem"), "method must be one of"),

@@ -131,6 +131,14 @@ def test_a_batch_that_cannot_be_divided_or_filled_is_refused(data, tmp_path):
         runs.silent(run)
 
 
+def test_a_loss_that_is_not_finite_ends_a_run(data, tmp_path):
+    """And no row says that it was a run."""
+    run = runs.make("mlm", "softmax", data, tmp_path, learning_rate=1e38, warmup=0, log_every=2)
+    with pytest.raises(ValueError, match=r"the loss must stay finite, got (nan|inf) at step \d+;"):
+        runs.silent(run)
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
 @pytest.mark.slow
 def test_a_newcomers_run_learns(data, tmp_path):
     run = runs.make(

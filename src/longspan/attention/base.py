@@ -129,8 +129,10 @@ def segment_means(x: Tensor, key_mask: Tensor | None, num_segments: int) -> tupl
     """
     batch, heads, tokens, channels = x.shape
     if key_mask is None and tokens % num_segments == 0:
-        sizes = torch.full((batch, num_segments), tokens // num_segments, device=x.device)
-        return x.unflatten(2, (num_segments, -1)).mean(3), sizes
+        size = tokens // num_segments
+        sizes = torch.full((batch, num_segments), size, device=x.device)
+        # Not mean(), whose gradient is divided token by token.
+        return x.unflatten(2, (num_segments, -1)).sum(3) / size, sizes
     if key_mask is None:
         key_mask = x.new_ones(batch, tokens, dtype=torch.bool)
     length = key_mask.sum(-1, keepdim=True)  # (B, 1)

@@ -67,7 +67,7 @@ class Limits:
         """Short on a GPU, whose time is dear, and for `quick`."""
         if setting.cuda:
             return cls(0.15, 0.3, 3.0) if setting.quick else cls(0.3, 1.0, 4.0)
-        return cls(1.0, 1.5, 20.0) if setting.quick else cls(3.0, 8.0, 90.0)
+        return cls(1.0, 1.5, 20.0) if setting.quick else cls(3.0, 20.0, 240.0)
 
 
 @dataclass(frozen=True)

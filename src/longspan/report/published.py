@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+# The option a method is usually named by: yoso-32, nystrom-128.
+NAMED_BY = {"yoso": "num_hashes", "nystrom": "num_landmarks", "linformer": "projected_length"}
+
 # Nyströmformer (arXiv 2102.03902), table 1: MB / ms of self-attention on a GTX 1080 Ti, where exact
 # attention is not fused. "softmax" of the paper is `eager` here.
 NYSTROM_COLUMNS = (
@@ -44,3 +49,38 @@ GLUE = {
         "sst2": 93.2, "imdb": 94.0, "qnli": 90.6, "qqp": 90.5,
     },
 }  # fmt: skip
+
+# The Long Range Arena, accuracy in percent.
+ARENA_TASKS = ("listops", "text", "retrieval", "image", "pathfinder")
+ARENA_STEPS = {"listops": 5_000, "text": 20_000, "retrieval": 30_000, "image": 35_000,
+               "pathfinder": 62_400}  # fmt: skip
+
+
+class Published(NamedTuple):
+    """A row of a published table, in the order of ARENA_TASKS; `method` is ours it speaks of."""
+
+    name: str
+    method: str | None
+    accuracy: tuple[float, ...]
+    source: str
+
+
+TAY = "Tay et al. 2021, Table 1"
+XIONG = "Xiong et al. 2021, Table 3"
+YOSO = "Zeng et al. 2021, as quoted by Chen et al. 2023"
+ARENA = (
+    Published("exact", "softmax", (37.10, 65.02, 79.35, 38.20, 74.16), XIONG),
+    Published("YOSO-E", "yoso_expectation", (37.3, 64.7, 81.2, 39.8, 72.9), YOSO),
+    Published("Nyströmformer", "nystrom", (37.15, 65.52, 79.56, 41.58, 70.94), XIONG),
+    Published("Linformer", "linformer", (37.25, 55.91, 79.37, 37.84, 67.60), XIONG),
+    Published("Reformer", "reformer", (19.05, 64.88, 78.64, 43.29, 69.36), XIONG),
+    Published("Performer", None, (18.80, 63.81, 78.62, 37.07, 69.87), XIONG),
+    Published("Transformer", None, (36.37, 64.27, 57.46, 42.44, 71.40), TAY),
+    Published("Local attention", "window", (15.82, 52.98, 53.39, 41.46, 66.63), TAY),
+    Published("Sparse Transformer", "strided", (17.07, 63.58, 59.59, 44.24, 71.71), TAY),
+    Published("Longformer", None, (35.63, 62.85, 56.89, 42.22, 69.71), TAY),
+    Published("Linformer", None, (35.70, 53.94, 52.27, 38.56, 76.34), TAY),
+    Published("Reformer", None, (37.27, 56.10, 53.40, 38.07, 68.50), TAY),
+    Published("BigBird", None, (36.05, 64.02, 59.29, 40.83, 74.87), TAY),
+    Published("Performer", None, (18.01, 65.40, 53.82, 42.77, 77.05), TAY),
+)

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
-from longspan.report import lra, published
+from longspan.report import published
 from longspan.report.charts import layout, trace
 from longspan.report.section import Chart, Rows, Section, Table, number
 
 Scores = dict[str, dict[str, list[float]]]  # name, task: percent of every seed
-# The option a method is usually named by: yoso-32, nystrom-128.
-_NAMED_BY = {"yoso": "num_hashes", "nystrom": "num_landmarks", "linformer": "projected_length"}
 
 
 def is_trained(row: Mapping[str, Any]) -> bool:
@@ -33,7 +31,7 @@ def sections(rows: Rows, prefix: str) -> list[Section]:
 def _name(row: Mapping[str, Any]) -> str:
     if row.get("variant"):
         return str(row["variant"])
-    size = (row.get("options") or {}).get(_NAMED_BY.get(row["method"], ""))
+    size = (row.get("options") or {}).get(published.NAMED_BY.get(row["method"], ""))
     return str(row["method"]) if size is None else f"{row['method']}-{size}"
 
 
@@ -85,7 +83,7 @@ def _arena(rows: Rows, prefix: str) -> list[Section]:
     if not rows:
         return []
     here = {_task(row) for row in rows}
-    tasks = [t for t in lra.TASKS if t in here]
+    tasks = [t for t in published.ARENA_TASKS if t in here]
     tasks += sorted(here - set(tasks))
     lines = []
     for protocol in dict.fromkeys(map(_protocol, rows)):
@@ -95,12 +93,12 @@ def _arena(rows: Rows, prefix: str) -> list[Section]:
             cells = [
                 _cell(found.get(task)) + (" †" if (name, task) in short else "") for task in tasks
             ]
-            whole = all(t in found and (name, t) not in short for t in lra.TASKS)
-            medians = [median(found[t]) for t in lra.TASKS if t in found]
+            whole = all(t in found and (name, t) not in short for t in published.ARENA_TASKS)
+            medians = [median(found[t]) for t in published.ARENA_TASKS if t in found]
             mean = f"{sum(medians) / len(medians):.1f}" if whole else ""
             lines.append([name, f"here{', ' * bool(protocol)}{protocol}", *cells, mean])
-    for printed in lra.PUBLISHED:
-        known = dict(zip(lra.TASKS, printed.accuracy, strict=True))
+    for printed in published.ARENA:
+        known = dict(zip(published.ARENA_TASKS, printed.accuracy, strict=True))
         cells = [f"{known[t]:.1f}" if t in known else "" for t in tasks]
         average = f"{sum(printed.accuracy) / len(printed.accuracy):.1f}"
         lines.append([printed.name, printed.source, *cells, average])
@@ -117,7 +115,7 @@ def _arena(rows: Rows, prefix: str) -> list[Section]:
 
 def _short(row: Mapping[str, Any]) -> bool:
     """Whether a run had fewer steps than published ones, as far as that can be told."""
-    wanted = lra.STEPS.get(_task(row))
+    wanted = published.ARENA_STEPS.get(_task(row))
     return wanted is not None and row.get("steps") is not None and row["steps"] < wanted
 
 

@@ -76,9 +76,15 @@ class Journal(TrainerCallback):
             self.since = time.perf_counter()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
-        """Keep the loss."""
-        if "loss" in logs:
-            self.losses.append(logs["loss"])
+        """Keep the loss; without one there is nothing left to learn from."""
+        if "loss" not in logs:
+            return
+        if not math.isfinite(logs["loss"]):
+            raise ValueError(
+                f"the loss must stay finite, got {logs['loss']} at step {state.global_step}; "
+                "a lower learning_rate or a longer warmup often helps"
+            )
+        self.losses.append(logs["loss"])
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop at the first batch of an evaluation."""
@@ -157,6 +163,15 @@ class Watch(TrainerCallback):
         self.progress: Progress | None = None
         self.start = (0, 0.0)
 
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave it as it is, however the run ended."""
+        if self.progress is not None:
+            self.progress.stop()
+            self.progress = None
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Draw it."""
         if not state.is_world_process_zero:
@@ -208,9 +223,3 @@ class Watch(TrainerCallback):
         shown = "  ".join(f"{name} {value:.4f}" for name, value in numbers(metrics).items())
         self.console.print(f"{self.title}: step {state.global_step}  {shown}", soft_wrap=True,
                            highlight=False)  # fmt: skip
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leave it as it is."""
-        if self.progress is not None:
-            self.progress.stop()
-            self.progress = None

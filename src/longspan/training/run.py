@@ -117,7 +117,7 @@ def train(
         checkpoint = last_checkpoint(run.output) if resume else None
         if checkpoint is not None:
             console.print(f"{title}: continuing from {checkpoint}", soft_wrap=True, highlight=False)
-        with stop:
+        with stop, watch:
             trainer.run(checkpoint)
         if stop.reason and trainer.state.global_step < trainer.state.max_steps:
             return Outcome(STOPPED, None, stop.reason, stop.signal, trainer.state.global_step)

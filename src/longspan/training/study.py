@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from longspan.attention import checks
+from longspan.tasks import find
 from longspan.training import settings
 from longspan.training.jobs import Job, collect, execute
 from longspan.training.recipes import SIZES, Recipe, size
@@ -73,13 +74,16 @@ def plan(
     seeds: int = 1,
     evaluation_rows: int = 0,
     side_by_side: int = 1,
+    graph: bool = False,
+    given: Sequence[str] = (),
 ) -> list[Job]:
     """All runs: `mlm` at `length`, on from there at `long_length`, and every task from the first.
 
     A task with a length, as `imdb@4096`, starts from the longer model where it needs one.
 
     Pre-training is pre-norm, at a high rate and without dropout: for minutes, where the papers'
-    recipes are for days. IMDB, the longest, has one seed whatever `seeds` says.
+    recipes are for days; settings `given` change it at the first length. IMDB, the longest, has one
+    seed whatever `seeds` says.
     """
     pretraining = Recipe(
         length=length,
@@ -93,6 +97,7 @@ def plan(
             size(model_size), max_position_embeddings=length, norm="pre", hidden_dropout_prob=0.0
         ),
         data={"evaluation_rows": evaluation_rows},
+        graph=graph,
     )
     longer = Recipe(
         length=long_length,
@@ -102,12 +107,14 @@ def plan(
         warmup=0.1,
         adam_beta2=0.98,
         data={"evaluation_rows": evaluation_rows * length // long_length},
+        graph=graph,
     )
     pretrained, lengthened, tuned = [], [], []
     for it in variants:
         labels = {"variant": it.name, "side_by_side": side_by_side}
         first, second = f"{it.name}-mlm-{length}", f"{it.name}-mlm-{long_length}"
         recipe = pretraining.changed(options=it.options)
+        recipe = settings.apply(recipe, find("mlm"), it.method, settings.parse(given))
         pretrained.append(
             Job(first, "mlm", it.method, recipe, data_dir / "corpus", labels=labels,
                 save_model=True)
@@ -129,6 +136,7 @@ def plan(
             warmup=0.1,
             evaluate_every=NEVER if task == "imdb" else 0,  # it has but its test split
             config={"hidden_dropout_prob": 0.1},
+            graph=graph,
         )
         tuned += [
             Job(f"{it.name}-{named.replace('/', '-')}-{seed}", task, it.method, fine, data_dir,
@@ -166,6 +174,11 @@ def main(
     evaluation_rows: Annotated[
         int, typer.Option(help="Held-out rows that are scored, of the first length; 0 for all.")
     ] = 0,
+    given: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="name=value of pre-training at the first length; repeat."),
+    ] = None,
+    graph: Annotated[bool, typer.Option("--graph", help="Replay steps as CUDA graphs.")] = False,
     jobs: Annotated[int, typer.Option(help="Runs side by side.")] = 1,
     time_limit: Annotated[
         float | None, typer.Option(help="Seconds after which runs stop with a checkpoint.")
@@ -177,7 +190,7 @@ def main(
     planned = plan(
         chosen, data_dir, model_size=model_size, length=length, long_length=long_length,
         steps=steps, long_steps=long_steps, batch=batch, tasks=named, seeds=seeds,
-        evaluation_rows=evaluation_rows, side_by_side=jobs,
+        evaluation_rows=evaluation_rows, side_by_side=jobs, graph=graph, given=given or (),
     )  # fmt: skip
     planned = [_scaled(job, epochs) for job in planned]
     console = Console()
