@@ -84,8 +84,8 @@ def test_a_study_trains_equally(data, tmp_path):
 def test_settings_of_a_study_change_its_pre_training_alone(data):
     planned = study.plan([study.variant("softmax")], data, given=["positions=rotary", "warmup=5"])
     first, second, *_ = (job.recipe for job in planned)
-    assert first.config["positions"] == "rotary" and first.warmup == 5
-    assert second.warmup == 0.1 and not second.config
+    assert (first.config["positions"], first.warmup) == ("rotary", 5)
+    assert (second.config, second.warmup) == ({}, 0.1)
 
 
 def test_the_five_of_the_study_are_methods_with_options_they_have(data):
