@@ -61,8 +61,9 @@ bench-gpu:       ## Time YOSO beside exact attention on an NVIDIA GPU; rows, tab
 	@$(call on_gpu,nothing was measured,longspan.bench.gpu results/yoso-gpu.jsonl && \
 	  PYTHONPATH=src $(GPU_PYTHON) -m longspan.report.gpu results/yoso-gpu.jsonl)
 
-bench-fused: ## Time the Triton methods beside exact attention on an NVIDIA GPU; rows go to results/
-	@$(call on_gpu,nothing was measured,longspan.bench.gpu_fused results/fused-gpu.jsonl)
+bench-fused:     ## Time the Triton methods beside exact attention on an NVIDIA GPU; likewise
+	@$(call on_gpu,nothing was measured,longspan.bench.gpu_fused results/fused-gpu.jsonl && \
+	  PYTHONPATH=src $(GPU_PYTHON) -m longspan.report.fused results/fused-gpu.jsonl)
 
 lint: $(READY)   ## Check style, types and the direction of imports
 	@$(BIN)/ruff check .

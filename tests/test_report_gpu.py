@@ -6,6 +6,7 @@ import pytest
 
 from longspan import records
 from longspan.bench import MODES, Timing, gpu, timing_row
+from longspan.report import fused
 from longspan.report import gpu as report
 
 EXACT, HASHES = 1e-12, 1e-10  # seconds a pair of tokens; a token and hash
@@ -105,7 +106,7 @@ def test_files_are_written_beside_the_rows(rows, part, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     for row in rows:
         records.append(path, row)
-    report.main(path)
+    report.write(path, report.markdown, report.draw)
     assert (tmp_path / "rows.md").read_text().count("\n| ---:") >= 3
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
     assert "rows.png" in capsys.readouterr().out
@@ -114,9 +115,28 @@ def test_files_are_written_beside_the_rows(rows, part, tmp_path, capsys):
 def test_no_rows_and_no_matplotlib_are_said(rows, tmp_path, monkeypatch, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text("")
-    with pytest.raises(SystemExit, match=r"must hold rows of .*, got none"):
-        report.main(path)
+    with pytest.raises(SystemExit, match=r"must hold rows of the suite that this draws, got none"):
+        report.write(path, report.markdown, report.draw)
     records.append(path, rows[0])
     monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
-    report.main(path)
+    report.write(path, report.markdown, report.draw)
     assert "matplotlib is missing" in capsys.readouterr().out
+
+
+def test_fused_methods_have_tables_and_a_plot(tmp_path):
+    """Of rows of one key the last counts; ratios are to the faster exact kernel."""
+    path = tmp_path / "rows.jsonl"
+    shape = dict(kind="timing", suite="fused-gpu", heads=64, batch=1, head_dim=64, dtype="bfloat16")
+    for mode in MODES:
+        for name, seconds in (
+            ("softmax cuDNN", 4e-3), ("softmax flash", 5e-3), ("nystrom fused", 9.0),
+            ("nystrom fused", 1e-3),
+        ):  # fmt: skip
+            row = dict(name=name, mode=mode, length=4096, seconds=seconds, peak_bytes=3 << 20)
+            records.append(path, shape | row)
+    report.write(path, fused.markdown, fused.draw)
+    text = (tmp_path / "rows.md").read_text()
+    assert text.count("| 4,096 | 4.000 (1.00×) | 5.000 (0.80×) | 1.000 (4.00×) |") == 2
+    assert text.count("| 4,096 | 3 | 3 | 3 |") == 2
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+    assert fused.markdown([]) == ""

@@ -17,6 +17,7 @@ from typing import Any
 
 from longspan import records
 from longspan.report.charts import style
+from longspan.report.pictures import MARKERS
 
 Row = Mapping[str, Any]
 MODES = {"forward": "Forward", "forward+backward": "Forward and backward"}
@@ -34,7 +35,7 @@ _LINES = {
 def latest(rows: Iterable[Row]) -> list[Row]:
     """The last row of every key, on the GPU of the last row."""
     rows = [row for row in rows if row.get("suite") == "yoso-gpu" and "key" in row]
-    last = {row["key"]: row for row in rows if _gpu(row) == _gpu(rows[-1])}
+    last = {row["key"]: row for row in rows if gpu_of(row) == gpu_of(rows[-1])}
     return sorted(last.values(), key=lambda row: row["length"])
 
 
@@ -54,8 +55,10 @@ def setting(row: Row) -> str:
 
 
 def markdown(rows: Iterable[Row]) -> str:
-    """The tables: time and ratio, crowded inputs, hashes, peak memory, slopes."""
+    """Time and ratio, crowded inputs, hashes, peak memory, slopes; empty without rows."""
     rows = latest(rows)
+    if not rows:
+        return ""
     stamp = rows[-1]["environment"]
     parts = [
         f"# YOSO on one {stamp['gpu']}",
@@ -71,7 +74,7 @@ def markdown(rows: Iterable[Row]) -> str:
     ]
     spread = [row for row in rows if row["inputs"] == "spread"]
     for title, chosen in _by_size(spread):
-        parts += [f"### {title}", _grid(chosen, _time)]
+        parts += [f"### {title}", grid(chosen, _time)]
     parts += [
         "## Inputs that crowd into few buckets",
         "Time as above, and in brackets divided by that of spread-out inputs. `clustered`: 32 "
@@ -83,17 +86,17 @@ def markdown(rows: Iterable[Row]) -> str:
     def slowdown(row: Row) -> str:
         plain = base.get((setting(row), row["head_dim"], row["mode"], row["length"]))
         against = f" ({row['seconds'] / plain['seconds']:.2f}×)" if plain else ""
-        return f"{_milliseconds(row):.3f}{against}"
+        return f"{milliseconds(row):.3f}{against}"
 
     for title, chosen in _by_size([row for row in rows if row["inputs"] != "spread"]):
-        parts += [f"### {title}", _grid(chosen, slowdown, _setting_and_inputs)]
+        parts += [f"### {title}", grid(chosen, slowdown, _setting_and_inputs)]
     parts += ["## Half the hashes", "Time of 32 hashes divided by that of 16.", _halves(base)]
     parts += [
         "## Peak memory",
         "Above inputs and outputs (forward: y; with backward: y, dq, dk, dv), in units of v.",
     ]
     for title, chosen in _by_size(spread):
-        parts += [f"### {title}", _grid(chosen, lambda row: f"{_memory(row):.2f}")]
+        parts += [f"### {title}", grid(chosen, lambda row: f"{_memory(row):.2f}")]
     parts += [
         "## Slope",
         "Of log time against log n from 8,192 tokens on, for a fixed number of heads and 64 "
@@ -106,7 +109,6 @@ def markdown(rows: Iterable[Row]) -> str:
 def draw(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
     """Time of eight heads of 64 channels against length, both logarithmic, with a slope of 1."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullLocator
 
     rows = [row for row in latest(rows) if row["head_dim"] == 64 and row["inputs"] == "spread"]
     figure = Figure(figsize=(10, 4.6), layout="constrained")
@@ -114,8 +116,7 @@ def draw(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
     for axes, (mode, title) in zip(panels, MODES.items(), strict=True):
         for name, (filled, line) in _LINES.items():
             curve = _curve(rows, name, mode)
-            colour, symbol = style(name.split()[0])
-            marker = {"square": "s", "circle": "o"}[symbol]
+            colour, marker = look_of(name)
             face = colour if filled else "white"
             look: dict[str, Any] = dict(color=colour, linestyle=line, marker=marker)
             label = f"{name} hashes" if name.startswith("yoso") else name
@@ -129,24 +130,37 @@ def draw(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
             middle = math.sqrt(ends[0] * ends[1])
             axes.annotate("slope 1", (middle, level * middle), (4, -12), color="#666666",
                           textcoords="offset points")  # fmt: skip
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(sorted({row["length"] for row in rows}))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(
-            FuncFormatter(lambda n, _: f"{n / 1024:g}k" if n >= 1024 else f"{n:g}")
-        )
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-        axes.grid(color="#e6e6e6")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_title(title, loc="left", fontsize=11)
-        axes.set_xlabel("length (tokens)")
+        dress(axes, title, sorted({row["length"] for row in rows}))
     panels[0].set_ylabel(f"milliseconds for {PLOTTED_HEADS} heads of 64")
     panels[0].legend(frameon=False)
-    gpu = _gpu(rows[-1])
+    gpu = gpu_of(rows[-1])
     about = f"{rows[-1]['dtype']}, 8-bit hashes, timed with 2^18 token-heads or more"
     figure.suptitle(f"Attention on one {gpu}: {about}", fontsize=12)
     figure.savefig(path, dpi=140, metadata={"Software": None})
+
+
+def look_of(name: str) -> tuple[str, str]:
+    """Colour and marker of a method, for matplotlib."""
+    colour, symbol = style(name)
+    return colour, MARKERS[symbol.removesuffix("-open")]
+
+
+def dress(axes: Any, title: str, lengths: Sequence[int]) -> None:
+    """Logarithmic axes over length, with a grid and no frame."""
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(lengths)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda n, _: f"{n / 1024:g}k" if n >= 1024 else f"{n:g}")
+    )
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.grid(color="#e6e6e6")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel("length (tokens)")
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
@@ -159,11 +173,13 @@ def _setting_and_inputs(row: Row) -> str:
     return f"{setting(row)}, {row['inputs']}"
 
 
-def _gpu(row: Row) -> str | None:
+def gpu_of(row: Row) -> str | None:
+    """The GPU that a row was measured on."""
     return row["environment"]["gpu"]
 
 
-def _milliseconds(row: Row) -> float:
+def milliseconds(row: Row) -> float:
+    """Of 2^18 token-heads."""
     share = TOKEN_HEADS / (row["batch"] * row["heads"] * row["length"])
     return float(1000 * share * row["seconds"])
 
@@ -174,7 +190,7 @@ def _memory(row: Row) -> float:
 
 def _time(row: Row) -> str:
     ratio = row["exact_seconds"] / row["seconds"]
-    return f"{_milliseconds(row):.3f} ({ratio:.{1 if ratio >= 10 else 2}f}×)"
+    return f"{milliseconds(row):.3f} ({ratio:.{1 if ratio >= 10 else 2}f}×)"
 
 
 def _by_size(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
@@ -188,7 +204,7 @@ def _by_size(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     return found
 
 
-def _grid(
+def grid(
     rows: Sequence[Row], cell: Callable[[Row], str], label: Callable[[Row], str] = setting
 ) -> str:
     """A table with a line for each length and a column for each label."""
@@ -201,10 +217,11 @@ def _grid(
 
 def _rank(label: str) -> tuple[bool, int, str]:
     """Exact attention first, plain settings before longer ones."""
-    return label.startswith("yoso"), label.count(","), label
+    return not label.startswith("softmax"), label.count(","), label
 
 
 def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown, aligned to the right."""
     rule = ["---:"] * len(header)
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *lines))
 
@@ -249,13 +266,18 @@ def _slope(points: Sequence[tuple[float, float]]) -> float:
     return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
 
 
-def main(path: str | os.PathLike[str]) -> None:
-    """Write the tables and the plot beside the rows, and say where."""
+def write(
+    path: str | os.PathLike[str],
+    markdown: Callable[[Sequence[Row]], str],
+    draw: Callable[[Sequence[Row], Path], None],
+) -> None:
+    """Write the tables and the plot of a file of rows beside it, and say where."""
     rows = records.read(path)
-    if not latest(rows):
-        sys.exit(f"{path} must hold rows of longspan.bench.gpu, got none")
     tables = Path(path).with_suffix(".md")
-    tables.write_text(markdown(rows), encoding="utf-8")
+    text = markdown(rows)
+    if not text:
+        sys.exit(f"{path} must hold rows of the suite that this draws, got none")
+    tables.write_text(text, encoding="utf-8")
     print(f"Wrote {tables}")
     if importlib.util.find_spec("matplotlib") is None:
         print("No plot: matplotlib is missing (pip install 'longspan[report]')")
@@ -265,4 +287,4 @@ def main(path: str | os.PathLike[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "results/yoso-gpu.jsonl")
+    write(sys.argv[1] if len(sys.argv) > 1 else "results/yoso-gpu.jsonl", markdown, draw)

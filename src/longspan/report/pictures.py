@@ -9,7 +9,7 @@ from typing import Any
 
 from longspan.report.section import Chart
 
-_MARKERS = {
+MARKERS = {
     "square": "s",
     "circle": "o",
     "diamond": "D",
@@ -107,7 +107,7 @@ def _line(axes: Any, trace: Mapping[str, Any], seen: set[str]) -> None:
         color=line["color"],
         linewidth=1.6,
         linestyle=_LINES[line.get("dash", "solid")] if lines else "none",
-        marker=_MARKERS[symbol.removesuffix("-open")] if markers else None,
+        marker=MARKERS[symbol.removesuffix("-open")] if markers else None,
         markersize=11 if ring else 5,
         markerfacecolor="none" if ring else "white" if symbol.endswith("-open") else line["color"],
         label=trace["name"] if named else None,

@@ -43,8 +43,7 @@ _NEEDED: dict[str, dict[str, Any]] = {
 # Suites with a report of their own: their rows have another work at every length.
 ELSEWHERE = {
     "yoso-gpu": "python -m longspan.report.gpu draws them",
-    "fused-gpu": "they are for the eye",
-    "fused": "they are for the eye",
+    "fused-gpu": "python -m longspan.report.fused draws them",
 }
 
 

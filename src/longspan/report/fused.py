@@ -1,0 +1,99 @@
+"""Tables and a plot of the rows that `longspan.bench.gpu_fused` writes.
+
+    python -m longspan.report.fused results/fused-gpu.jsonl
+
+writes results/fused-gpu.md and, with matplotlib, results/fused-gpu.png.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+
+from longspan.report.gpu import MODES, Row, dress, gpu_of, grid, look_of, milliseconds, write
+
+EXACT = ("softmax cuDNN", "softmax flash")
+PLOTTED = ("softmax cuDNN", "yoso_expectation fused", "nystrom fused", "linformer fused",
+           "window fused", "nystrom Hugging Face")  # fmt: skip
+
+
+def latest(rows: Iterable[Row]) -> list[Row]:
+    """The last row of every name, mode and length, on the GPU of the last row."""
+    rows = [row for row in rows if row.get("suite") == "fused-gpu"]
+    mine = [row for row in rows if gpu_of(row) == gpu_of(rows[-1])]
+    return list({(row["name"], row["mode"], row["length"]): row for row in mine}.values())
+
+
+def markdown(rows: Iterable[Row]) -> str:
+    """Time beside exact attention, and peak memory; empty without rows."""
+    rows = latest(rows)
+    if not rows:
+        return ""
+    stamp = rows[-1]["environment"]
+    parts = [
+        f"# Nyström, Linformer, YOSO's expectation and window on one {stamp['gpu']}",
+        f"torch {stamp['torch']}, {rows[-1]['dtype']}, heads of {rows[-1]['head_dim']}, "
+        f"{stamp['time'][:10]}. Made from the rows beside this file by `python -m "
+        "longspan.report.fused`; `make bench-fused` measures them. `fused` is Triton, `reference` "
+        "plain torch, `Hugging Face` the attention of its Nyströmformer. 64 landmarks, 256 "
+        "projected tokens, 8 bits, a window of 257. Every length has 2^18 token-heads, and at "
+        "least eight heads.",
+        "Milliseconds per 2^18 token-heads and, in brackets, the time of the faster exact kernel "
+        "divided by it. At short lengths whole calls take as long as the host needs to launch "
+        "them; exact attention is one launch.",
+    ]
+    for mode, title in MODES.items():
+        chosen = [row for row in rows if row["mode"] == mode]
+        exact = {
+            n: min(row["seconds"] for row in chosen if row["name"] in EXACT and row["length"] == n)
+            for n in {row["length"] for row in chosen if row["name"] in EXACT}
+        }
+
+        def time(row: Row, exact: dict[int, float] = exact) -> str:
+            known = exact.get(row["length"])
+            ratio = f" ({known / row['seconds']:.2f}×)" if known else ""
+            return f"{milliseconds(row):.3f}{ratio}"
+
+        parts += [f"## {title}", grid(chosen, time, _name)]
+        parts += [
+            f"### Peak memory, {title.lower()}",
+            "MB beyond the inputs, results included.",
+            grid(chosen, lambda row: f"{row['peak_bytes'] / 2**20:,.0f}", _name),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _name(row: Row) -> str:
+    return str(row["name"])
+
+
+def draw(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
+    """Time of 2^18 token-heads against length, both logarithmic: linear methods are level."""
+    from matplotlib.figure import Figure
+
+    rows = latest(rows)
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    panels = figure.subplots(1, len(MODES), sharey=True)
+    lengths = sorted({row["length"] for row in rows})
+    for axes, (mode, title) in zip(panels, MODES.items(), strict=True):
+        for name in PLOTTED:
+            curve = sorted(
+                (row["length"], milliseconds(row))
+                for row in rows
+                if (row["name"], row["mode"]) == (name, mode)
+            )
+            colour, marker = look_of(name)
+            peer = name.endswith("Hugging Face")
+            axes.plot(*zip(*curve, strict=True) if curve else ([], []), color=colour, marker=marker,
+                      linestyle="--" if peer else "-", markersize=6, label=name,
+                      markerfacecolor="white" if peer else colour)  # fmt: skip
+        dress(axes, title, lengths)
+    panels[0].set_ylabel("milliseconds for 2^18 token-heads")
+    panels[0].legend(frameon=False)
+    figure.suptitle(f"Attention on one {gpu_of(rows[-1])}: {rows[-1]['dtype']}, heads of 64")
+    figure.savefig(path, dpi=140, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    write(sys.argv[1] if len(sys.argv) > 1 else "results/fused-gpu.jsonl", markdown, draw)
