@@ -65,9 +65,9 @@ def plan(
     model_size: str = "small",
     length: int = 512,
     long_length: int = 4096,
-    steps: int = 4000,
-    long_steps: int = 400,
-    batch: int = 32,
+    steps: int = 6000,
+    long_steps: int = 600,
+    batch: int = 16,
     learning_rate: float = 1e-3,
     tasks: Sequence[str] = tuple(FINE_TUNING),
     fine_rate: float = 1e-4,
@@ -81,9 +81,9 @@ def plan(
 
     A task with a length, as `imdb@4096`, starts from the longer model where it needs one.
 
-    Pre-training is pre-norm, at a high rate and without dropout: for minutes, where the papers'
-    recipes are for days; settings `given` change it at the first length. IMDB, the longest, has one
-    seed whatever `seeds` says.
+    Pre-training is pre-norm, with rotary positions, at a high rate and without dropout, for minutes
+    where the papers' recipes are for days; settings `given` change it at the first length. IMDB,
+    the longest, has one seed whatever `seeds` says.
     """
     pretraining = Recipe(
         length=length,
@@ -93,8 +93,14 @@ def plan(
         warmup=0.1,
         adam_beta2=0.98,
         evaluate_every=max(1, steps // 4),
+        # With learned positions a model spends its first thousands of steps on finding out what is
+        # next to what: 6.6 nats after 1,800 steps of a small one, 5.9 with rotary ones.
         config=dict(
-            size(model_size), max_position_embeddings=length, norm="pre", hidden_dropout_prob=0.0
+            size(model_size),
+            max_position_embeddings=length,
+            norm="pre",
+            positions="rotary",
+            hidden_dropout_prob=0.0,
         ),
         data={"evaluation_rows": evaluation_rows},
         graph=graph,
@@ -161,9 +167,9 @@ def main(
     model_size: Annotated[str, typer.Option("--size", help=" or ".join(SIZES))] = "small",
     length: Annotated[int, typer.Option(help="Tokens of a sequence at first.")] = 512,
     long_length: Annotated[int, typer.Option(help="And then.")] = 4096,
-    steps: Annotated[int, typer.Option(help="Of pre-training at the first length.")] = 4000,
-    long_steps: Annotated[int, typer.Option(help="At the second; 0 leaves it out.")] = 400,
-    batch: Annotated[int, typer.Option(help="Sequences a step at the first length.")] = 32,
+    steps: Annotated[int, typer.Option(help="Of pre-training at the first length.")] = 6000,
+    long_steps: Annotated[int, typer.Option(help="At the second; 0 leaves it out.")] = 600,
+    batch: Annotated[int, typer.Option(help="Sequences a step at the first length.")] = 16,
     tasks: Annotated[
         str, typer.Option(help="To fine-tune on, with commas, as imdb@4096; none for none.")
     ] = ",".join(FINE_TUNING),
