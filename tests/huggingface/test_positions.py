@@ -89,6 +89,19 @@ def test_our_own_models():
     assert model(ids).logits.shape == (1, 2)
 
 
+def test_rotary_positions_need_none_but_projections_do(tmp_path):
+    config = longspan.models.LongspanConfig(
+        **zoo.SMALL, max_position_embeddings=32, positions="rotary", method="linformer",
+        options={"projected_length": 4},
+    )  # fmt: skip
+    model = longspan.extend_positions(longspan.models.LongspanModel(config), 64)
+    assert model.config.max_position_embeddings == 64
+    assert model.layers[0].attention.attention.key_projection.max_length == 64
+    model.save_pretrained(tmp_path)
+    ids = torch.arange(2, 66)[None]
+    assert torch.equal(type(model).from_pretrained(tmp_path)(ids)[0], model.eval()(ids)[0])
+
+
 def test_refusals():
     with pytest.raises(ValueError, match="length must be at least 48, as it is now, got 40"):
         longspan.extend_positions(make("roberta"), 40)

@@ -18,7 +18,8 @@ def extend_positions(model: PreTrainedModel, length: int, how: str = "tile") -> 
     """Let a model with learned absolute positions take `length` tokens, in place.
 
     Rows that a model keeps for other things (RoBERTa's and YOSO's first two) stay where they are.
-    Linformer's projections in a longspan model, made for a length too, are stretched to it.
+    Linformer's projections in a longspan model, made for a length too, are stretched to it; with
+    rotary positions they are all that there is to do.
     The configuration follows, so the longer model is saved and loaded as such; a tokenizer has its
     own `model_max_length`.
 
@@ -39,22 +40,22 @@ def extend_positions(model: PreTrainedModel, length: int, how: str = "tile") -> 
         for module in model.modules()
         if isinstance(getattr(module, "position_embeddings", None), nn.Embedding)
     ]
-    if not owners:
+    ours = isinstance(model, LongspanPreTrainedModel)
+    if not owners and not ours:
         raise ValueError(
             "model must have learned absolute positions (an nn.Embedding position_embeddings), got "
             f"{type(model).__name__}; rotary positions need no extension, and vision models have "
             "interpolate_pos_encoding"
         )
+    trained = model.config.max_position_embeddings
     for owner in owners:
-        old: nn.Embedding = owner.position_embeddings
-        kept = _kept_rows(owner)
-        trained = old.weight.shape[0] - kept
-        if length < trained:
-            raise ValueError(f"length must be at least {trained}, as it is now, got {length}")
+        trained = owner.position_embeddings.weight.shape[0] - _kept_rows(owner)
+    if length < trained:
+        raise ValueError(f"length must be at least {trained}, as it is now, got {length}")
     with torch.no_grad():
         for owner in owners:
             _extend(owner, length, how)
-        if isinstance(model, LongspanPreTrainedModel):
+        if ours:
             _extend_projections(model, length)
     # Some models count the rows kept for other things in this number, some do not.
     model.config.max_position_embeddings += length - trained

@@ -194,7 +194,7 @@ def build_model(run: Run, data: Data, trained: Path | None = None) -> Any:
         setattr(config, name, value)
     config.options = {**config.options, **run.recipe.options}
     model = run.task.model.from_pretrained(run.start, config=config)
-    if config.positions == "learned" and run.recipe.length > config.max_position_embeddings:
+    if run.recipe.length > config.max_position_embeddings:
         extend_positions(model, run.recipe.length)
     return model
 
