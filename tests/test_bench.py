@@ -17,6 +17,7 @@ from longspan.bench import (
     timing_row,
 )
 from longspan.bench.cases import draw_inputs, fastest_exact
+from longspan.bench.measure import SETTLED_SECONDS
 from longspan.bench.suite import Setting
 
 
@@ -57,11 +58,16 @@ def test_unknown_mode_and_method_say_so():
         Case("nystorm", 16).build("forward")
 
 
-def test_calls_are_interleaved_after_the_warm_up():
+def test_calls_are_interleaved_and_short_ones_follow_themselves():
     order = []
-    calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
+
+    def nap():
+        order.append("b")
+        time.sleep(1.1 * SETTLED_SECONDS)
+
+    calls = {"a": lambda: order.append("a"), "b": nap}
     timings = measure(calls, budget=0, warmup=1, min_repeats=3)
-    assert "".join(order) == "ab" * 4
+    assert "".join(order) == "aab" * 4
     assert timings["a"].repeats == timings["b"].repeats == 3
 
 

@@ -8,6 +8,7 @@ from cases import relative_error
 from torch.nn import functional as F
 
 import longspan
+import longspan.huggingface  # registers the names of methods with transformers
 from longspan.models import (
     LongspanConfig,
     LongspanForMaskedLM,

@@ -19,6 +19,7 @@ from longspan.bench.cases import Case
 # Of one GPU sample: eight calls in a row, fewer where they would take longer than this.
 CALLS_IN_A_ROW = 8
 SAMPLE_SECONDS = 0.02
+SETTLED_SECONDS = 0.25  # of a call on a CPU that is its own warm-up
 
 
 @dataclass(frozen=True)
@@ -151,12 +152,18 @@ def _in_a_row(seconds: float, device: str) -> int:
     return max(1, min(CALLS_IN_A_ROW, int(SAMPLE_SECONDS / seconds)))
 
 
+def _once(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
 def _seconds(call: Callable[[], object], device: str, in_a_row: int = 1) -> float:
     if torch.device(device).type != "cuda":
-        start = time.perf_counter()
-        for _ in range(in_a_row):
-            call()
-        return (time.perf_counter() - start) / in_a_row
+        taken = _once(call)
+        # What ran before it left the caches and the process's memory to itself: a method that
+        # follows a large one took three times as long. A short call is timed when it follows itself.
+        return taken if taken > SETTLED_SECONDS else _once(call)
     # A call returns before its kernels have run: events on the GPU's own clock see them. Several
     # calls in a row, as in training, keep the wait for the first launch out of the figure.
     with torch.cuda.device(device):

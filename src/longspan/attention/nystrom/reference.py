@@ -67,9 +67,10 @@ def pseudo_inverse(a: Tensor, num_iterations: int, init: str) -> Tensor:
     z = (a.mT / norm.masked_fill(norm == 0, 1)).flatten(0, 1)
     shape, a = a.mT.shape, a.flatten(0, 1)
     eye = torch.eye(a.shape[-2], dtype=a.dtype, device=a.device)
+    seven, thirteen, fifteen = 7 * eye, 13 * eye, 15 * eye
     for _ in range(num_iterations):
-        x = a @ z
-        y = torch.baddbmm(15 * eye, x, 7 * eye - x, alpha=-1)
-        y = torch.baddbmm(13 * eye, x, y, alpha=-1)
+        x = torch.bmm(a, z)
+        y = torch.baddbmm(fifteen, x, seven - x, alpha=-1)
+        y = torch.baddbmm(thirteen, x, y, alpha=-1)
         z = torch.baddbmm(eye, z, y, beta=0, alpha=0.25)
     return z.view(shape)
