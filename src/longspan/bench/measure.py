@@ -161,8 +161,8 @@ def _once(call: Callable[[], object]) -> float:
 def _seconds(call: Callable[[], object], device: str, in_a_row: int = 1) -> float:
     if torch.device(device).type != "cuda":
         taken = _once(call)
-        # What ran before it left the caches and the process's memory to itself: a method that
-        # follows a large one took three times as long. A short call is timed when it follows itself.
+        # What ran before it left the caches and the process's memory to itself: a method that came
+        # after a large one took three times as long. A short call is timed when it follows itself.
         return taken if taken > SETTLED_SECONDS else _once(call)
     # A call returns before its kernels have run: events on the GPU's own clock see them. Several
     # calls in a row, as in training, keep the wait for the first launch out of the figure.
