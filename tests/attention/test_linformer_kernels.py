@@ -48,8 +48,8 @@ def test_both_passes_are_those_of_the_reference(shape, masked, shared):
     poison = [k, v]
     if masked:
         poison = [x.masked_fill(~mask[:, None, :, None], torch.nan) for x in poison]
-    y, *saved = kernels.forward(q, *poison, e, f, mask, 0.3)
-    grads = kernels.backward(g, q, *poison, e, f, mask, y, *saved, 0.3, True)
+    y, *saved = kernels.linformer_forward(q, *poison, e, f, mask, 0.3)
+    grads = kernels.linformer_backward(g, q, *poison, e, f, mask, y, *saved, 0.3, True)
     leaves = [x.double().detach().requires_grad_() for x in (q, k, v, e, f)]
     exact = reference.linformer(*leaves, mask, 0.3)
     expected = [exact, *torch.autograd.grad(exact, leaves, g.double())]
@@ -63,8 +63,8 @@ def test_both_passes_are_those_of_the_reference(shape, masked, shared):
 def test_projections_that_are_not_learned_get_no_gradient():
     q, k, v = qkv(device=DEVICE)
     e, f = projections(7, 50)
-    y, *saved = kernels.forward(q, k, v, e, f, None, 0.3)
-    *_, de, df = kernels.backward(y, q, k, v, e, f, None, y, *saved, 0.3, False)
+    y, *saved = kernels.linformer_forward(q, k, v, e, f, None, 0.3)
+    *_, de, df = kernels.linformer_backward(y, q, k, v, e, f, None, y, *saved, 0.3, False)
     assert de.numel() == df.numel() == 0
 
 

@@ -29,8 +29,8 @@ def masks(keys):
 def both_passes(q, k, v, mask, landmarks, steps, init, g):
     """Output and gradients by the fused path, and by the reference in float64."""
     scale = q.shape[3] ** -0.5
-    y, *saved = kernels.forward(q, k, v, mask, landmarks, steps, init == "original", scale)
-    grads = kernels.backward(g, q, k, v, mask, y, *saved, steps, init == "original", scale)
+    y, *saved = kernels.nystrom_forward(q, k, v, mask, landmarks, steps, init == "original", scale)
+    grads = kernels.nystrom_backward(g, q, k, v, mask, y, *saved, steps, init == "original", scale)
     leaves = [x.double().detach().requires_grad_() for x in (q, k, v)]
     exact = reference.nystrom(*leaves, mask, landmarks, steps, init, None)
     return [y, *grads], [exact, *torch.autograd.grad(exact, leaves, g.double())]

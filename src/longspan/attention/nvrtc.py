@@ -79,9 +79,21 @@ class Launch:
         self.addresses = (ctypes.c_void_p * arguments)(*range(start, start + 8 * arguments, 8))
         self.at = ctypes.addressof(self.addresses)
 
+    def copy(self) -> "Launch":
+        """The same kernel with other room."""
+        return Launch(self.name, self.handle, len(self.values), self.shared)
+
     def __call__(self, grid: int, block: int, stream: int, arguments: Iterable[object]) -> None:
         """Run it; arguments as in `launcher`."""
+        self.fill(arguments)
+        self.go(grid, block, stream)
+
+    def fill(self, arguments: Iterable[object]) -> None:
+        """Write all arguments down."""
         self.values[:] = [x if type(x) is int else _bits(x) for x in arguments]
+
+    def go(self, grid: int, block: int, stream: int) -> None:
+        """Run it with the arguments that are written down."""
         error = self._try(grid, block, stream)
         if error and error.name == "CUDA_ERROR_INVALID_CONTEXT":
             enter(torch._C._cuda_getDevice())  # a new thread may have the number of a dead one

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.attention import nvrtc
+from longspan.attention import nvrtc, tape
 
 LOG2E = math.log2(math.e)  # softmaxes are taken in powers of two
 INTERPRETED = triton.knobs.runtime.interpret  # on the CPU, where there is no PTX
@@ -37,7 +37,7 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         """The kernel with so many programs, to be called with its arguments."""
-        return self.jit[grid] if INTERPRETED else functools.partial(self._launch, grid)
+        return functools.partial(self._interpret if INTERPRETED else self._launch, grid)
 
     def _launch(self, grid: tuple[int], *arguments: Any, **options: Any) -> None:
         # Triton's code depends on no more than this; room for arguments is each thread's own.
@@ -46,12 +46,17 @@ class Kernel:
         found = self.known.get(key)
         if found is not None:
             found.launch(grid[0], arguments)
-            return
-        compiled = self.jit[grid](*arguments, **options)
-        if len(self.known) >= MOST_KNOWN:
-            self.known.clear()
-        if compiled is not None:
-            self.known[key] = Compiled(compiled, self.jit.arg_names, arguments)
+        else:
+            compiled = self.jit[grid](*arguments, **options)
+            if len(self.known) >= MOST_KNOWN:
+                self.known.clear()
+            found = self.known[key] = Compiled(compiled, self.jit.arg_names, arguments)
+        tape.note(found, grid[0], arguments)
+
+    def _interpret(self, grid: tuple[int], *arguments: Any, **options: Any) -> None:
+        with tape.unseen():  # the interpreter works with torch
+            self.jit[grid](*arguments, **options)
+        tape.note(Interpreted(self.jit, options), grid[0], arguments)
 
 
 class Compiled:
@@ -72,6 +77,44 @@ class Compiled:
         """Run it on the current stream."""
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         self.run(grid, self.threads, stream, [*[arguments[i] for i in self.places], None, None])
+
+    def again(self, grid: int, arguments: Sequence[Any]) -> tape.Launch:
+        """Room of its own for arguments, filled but for the addresses."""
+        run, threads = self.run.copy(), self.threads
+        mine = [arguments[i] for i in self.places]
+        run.fill([*[None if type(x) is tape.Place else x for x in mine], None, None])
+        slots = [(i, x.base, x.offset) for i, x in enumerate(mine) if type(x) is tape.Place]
+        values = run.values
+
+        def launch(bases: Sequence[Tensor], addresses: Sequence[int]) -> None:
+            for slot, base, offset in slots:
+                values[slot] = addresses[base] + offset
+            run.go(grid, threads, torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()))
+
+        return launch
+
+
+class Interpreted:
+    """A kernel in Triton's interpreter, which takes tensors for addresses."""
+
+    def __init__(self, jit: Any, options: dict[str, Any]) -> None:
+        self.jit, self.options = jit, options
+
+    def again(self, grid: int, arguments: Sequence[Any]) -> tape.Launch:
+        """As `Compiled.again`."""
+
+        def launch(bases: Sequence[Tensor], addresses: Sequence[int]) -> None:
+            there = [at(bases, x) if type(x) is tape.Place else x for x in arguments]
+            self.jit[(grid,)](*there, **self.options)
+
+        def at(bases: Sequence[Tensor], place: tape.Place) -> Tensor:
+            base, like = bases[place.base], place.like
+            first = base.storage_offset() * base.element_size() + place.offset
+            x = torch.empty(0, dtype=like.dtype)
+            first //= like.element_size()
+            return x.set_(base.untyped_storage(), first, like.shape, like.stride())
+
+        return launch
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.attention import dispatch, ops
+from longspan.attention import dispatch, ops, tape
 
 MAX_CHANNELS = 256
 
@@ -35,7 +35,8 @@ def linformer(
         unused = 0 * (key_projection.sum() + value_projection.sum()).to(v.dtype)
         return dispatch.nothing(q, k, v) + unused
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return _Fused.apply(q, k, v, key_projection, value_projection, key_mask, scale)
+    e, f = key_projection.to(v.dtype), value_projection.to(v.dtype)
+    return _Fused.apply(q, k, v, e, f, key_mask, scale)
 
 
 class _Fused(torch.autograd.Function):
@@ -68,6 +69,7 @@ class _Fused(torch.autograd.Function):
 
 
 @ops.op
+@tape.played
 def linformer_forward(
     q: Tensor,
     k: Tensor,
@@ -78,20 +80,6 @@ def linformer_forward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The output, E k, F v, and the log₂-sum-exp of the softmax."""
-    with ops.on(q.device):
-        return forward(q, k, v, e, f, key_mask, scale)
-
-
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    e: Tensor,
-    f: Tensor,
-    key_mask: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the op does, on whatever device Triton runs."""
     from longspan.attention import few, tiles
     from longspan.attention.linformer import triton as verbs
 
@@ -122,6 +110,7 @@ def _(
 
 
 @ops.op
+@tape.played
 def linformer_backward(
     g: Tensor,
     q: Tensor,
@@ -138,34 +127,6 @@ def linformer_backward(
     learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and, where they are learned, of both projections."""
-    with ops.on(q.device):
-        return backward(g, q, k, v, e, f, key_mask, y, short_k, short_v, lse, scale, learned)
-
-
-@ops.fake(linformer_backward)
-def _(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor, *rest: object
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    de, df = (x.new_empty(x.shape if rest[-1] else (0,)) for x in (e, f))
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), de, df
-
-
-def backward(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    e: Tensor,
-    f: Tensor,
-    key_mask: Tensor | None,
-    y: Tensor,
-    short_k: Tensor,
-    short_v: Tensor,
-    lse: Tensor,
-    scale: float,
-    learned: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the op does, on whatever device Triton runs."""
     from longspan.attention import few_backward, tiles
     from longspan.attention.linformer import triton as verbs
 
@@ -184,3 +145,11 @@ def backward(
         de = verbs.outer(short_dk, k, mask, e.dim() == 2, e.dtype)
         df = verbs.outer(short_dv, v, mask, f.dim() == 2, f.dtype)
     return dq, dk, dv, de, df
+
+
+@ops.fake(linformer_backward)
+def _(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor, *rest: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    de, df = (x.new_empty(x.shape if rest[-1] else (0,)) for x in (e, f))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), de, df

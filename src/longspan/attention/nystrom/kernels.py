@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.attention import dispatch, ops
+from longspan.attention import dispatch, ops, tape
 from longspan.attention.nystrom import reference
 
 MAX_CHANNELS = 256
@@ -125,6 +125,7 @@ def lengths(cut: list[Segments]) -> tuple[Tensor, Tensor] | None:
 
 
 @ops.op
+@tape.played
 def nystrom_forward(
     q: Tensor,
     k: Tensor,
@@ -136,21 +137,6 @@ def nystrom_forward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The output; q̃, k̃, B v and W in float32; log₂-sum-exp of both softmaxes; norms of A."""
-    with ops.on(q.device):
-        return forward(q, k, v, key_mask, num_landmarks, num_iterations, original, scale)
-
-
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    num_landmarks: int,
-    num_iterations: int,
-    original: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the op does, on whatever device Triton runs."""
     from longspan.attention import few, tiles
     from longspan.attention.nystrom import triton as verbs
 
@@ -206,6 +192,7 @@ def _(
 
 
 @ops.op
+@tape.played
 def nystrom_backward(
     g: Tensor,
     q: Tensor,
@@ -225,35 +212,6 @@ def nystrom_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
-    saved = q, k, v, key_mask, y, q_means, k_means, bv, w, f_lse, b_lse, norms
-    with ops.on(q.device):
-        return backward(g, *saved, num_iterations, original, scale)
-
-
-@ops.fake(nystrom_backward)
-def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def backward(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    y: Tensor,
-    q_means: Tensor,
-    k_means: Tensor,
-    bv: Tensor,
-    w: Tensor,
-    f_lse: Tensor,
-    b_lse: Tensor,
-    norms: Tensor,
-    num_iterations: int,
-    original: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What the op does, on whatever device Triton runs."""
     from longspan.attention import few_backward, tiles
     from longspan.attention.nystrom import triton as verbs
 
@@ -281,8 +239,8 @@ def backward(
         )
     few_side = k, v, q_means, dbv, b_lse, scale
     dq_parts, _ = few_backward.few_gradients(*few_side, delta=delta, mask=by_key.mask)
-    dq_sum = tiles.add_parts(dq_parts, dq_parts.dtype)
-    table_q = (dq_means + dq_sum) / _sizes(by_query, q.shape[2], landmarks, q.device)
+    q_length = None if by_query.bounds is None else by_query.bounds[2]
+    table_q = verbs.mean_gradients(dq_means, dq_parts, q_length, q.shape[2])
     dk, dv = few_backward.many_gradients(
         *few_side, delta=delta, mask=by_key.mask, segment=by_key.segment,
         tables=(table_k, None if by_key.bounds is None else table_v),
@@ -292,6 +250,11 @@ def backward(
         tables=(table_q, None),
     )  # fmt: skip
     return dq, dk, dv
+
+
+@ops.fake(nystrom_backward)
+def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _sizes(cut: Segments, tokens: int, few: int, device: Any) -> Tensor | int:

@@ -335,6 +335,26 @@ def _landmark_gradients(
         store_rows(table_k + here, f, D, ok, to_k / size[:, None], D, DP)
 
 
+@Kernel
+def _mean_gradients(
+    own, parts, length, out, size, heads, few, runs, tokens, UNEVEN: tl.constexpr,
+    D: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a mean, its own and in parts, for each of its tokens."""
+    at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    there = at < size
+    total = tl.load(own + at, mask=there, other=0)
+    for _ in range(runs):
+        total += tl.load(parts + at, mask=there, other=0)
+        parts += size
+    row = at // D
+    count = tl.cast(tokens, tl.int64)
+    if UNEVEN:
+        count = tl.load(length + row // few // heads, mask=there, other=1)
+    tokens_each = tl.maximum(_sizes(count, row % few, few), 1)
+    tl.store(out + at, total / tokens_each.to(tl.float32), mask=there)
+
+
 Lengths = tuple[Tensor, Tensor] | None
 
 
@@ -423,3 +443,17 @@ def landmark_gradients(
         UNEVEN=lengths is not None, DP=padded(channels), **shared,
     )  # fmt: skip
     return dq, table_k
+
+
+def mean_gradients(own: Tensor, parts: Tensor, length: Tensor | None, tokens: int) -> Tensor:
+    """(own + Σ parts) over the sizes of segments: (B, H, F, D) and (runs, B, H, F, D).
+
+    `length` are the valid tokens (B,) where segments are uneven.
+    """
+    out = torch.empty_like(own)
+    _, heads, few, channels = own.shape
+    _mean_gradients[(cdiv(own.numel(), 1024),)](
+        own, parts, own if length is None else length, out, own.numel(), heads, few,
+        parts.shape[0], tokens, UNEVEN=length is not None, D=channels, N=1024, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.attention import dispatch, ops
+from longspan.attention import dispatch, ops, tape
 
 MAX_CHANNELS = 256
 WIDEST = 1 << 24  # wider than any sequence: places stay within 32 bits
@@ -58,6 +58,7 @@ class _Fused(torch.autograd.Function):
 
 
 @ops.op
+@tape.played
 def window_forward(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -65,10 +66,9 @@ def window_forward(
     from longspan.attention import tiles
     from longspan.attention.window import triton as verbs
 
-    with ops.on(q.device):
-        q, k, v = (tiles.rows(x) for x in (q, k, v))
-        mask = None if key_mask is None else key_mask.contiguous()
-        return verbs.attend(q, k, v, mask, window, scale)
+    q, k, v = (tiles.rows(x) for x in (q, k, v))
+    mask = None if key_mask is None else key_mask.contiguous()
+    return verbs.attend(q, k, v, mask, window, scale)
 
 
 @ops.fake(window_forward)
@@ -80,6 +80,7 @@ def _(
 
 
 @ops.op
+@tape.played
 def window_backward(
     g: Tensor,
     q: Tensor,
@@ -95,10 +96,9 @@ def window_backward(
     from longspan.attention import tiles
     from longspan.attention.window import triton as verbs
 
-    with ops.on(q.device):
-        g, q, k, v = (tiles.rows(x) for x in (g, q, k, v))
-        mask = None if key_mask is None else key_mask.contiguous()
-        return verbs.gradients(g.contiguous(), q, k, v, mask, y, lse, window, scale)
+    g, q, k, v = (tiles.rows(x) for x in (g, q, k, v))
+    mask = None if key_mask is None else key_mask.contiguous()
+    return verbs.gradients(g.contiguous(), q, k, v, mask, y, lse, window, scale)
 
 
 @ops.fake(window_backward)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.attention import dispatch, ops
+from longspan.attention import dispatch, ops, tape
 from longspan.attention.base import hide
 
 MAX_CHANNELS = 256
@@ -60,6 +60,7 @@ class _Fused(torch.autograd.Function):
 
 
 @ops.op
+@tape.played
 def yoso_expectation_forward(
     q: Tensor, k: Tensor, v: Tensor, hash_bits: int, normalize: bool
 ) -> tuple[Tensor, Tensor]:
@@ -69,10 +70,9 @@ def yoso_expectation_forward(
 
     dtype = v.dtype
     wide = torch.float32 if _is_narrow(q) else dtype
-    with ops.on(q.device):
-        q, k, v = (tiles.rows(x.to(wide)) for x in (q, k, v))
-        precision = tiles.arithmetic(dtype)
-        y, inverse = verbs.sum_values(q, verbs.unit_rows(k), v, hash_bits, normalize, precision)
+    q, k, v = (tiles.rows(x.to(wide)) for x in (q, k, v))
+    precision = tiles.arithmetic(dtype)
+    y, inverse = verbs.sum_values(q, verbs.unit_rows(k), v, hash_bits, normalize, precision)
     return y.to(dtype), inverse
 
 
@@ -88,6 +88,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, hash_bits: int, normalize: bool) -> tuple
 
 
 @ops.op
+@tape.played
 def yoso_expectation_backward(
     g: Tensor,
     q: Tensor,
@@ -106,12 +107,11 @@ def yoso_expectation_backward(
     dtype = v.dtype
     # float16 has not the range for gradients divided by norms.
     wide = torch.float32 if dtype == torch.float16 or _is_narrow(q) else dtype
-    with ops.on(q.device):
-        q, k, v = (tiles.rows(x.to(wide)) for x in (q, k, v))
-        g, y = g.contiguous().to(wide), y.to(wide)
-        grads = verbs.gradients(
-            g, q, k, v, y, y_inverse, hash_bits, true, normalize, tiles.arithmetic(dtype)
-        )
+    q, k, v = (tiles.rows(x.to(wide)) for x in (q, k, v))
+    g, y = g.contiguous().to(wide), y.to(wide)
+    grads = verbs.gradients(
+        g, q, k, v, y, y_inverse, hash_bits, true, normalize, tiles.arithmetic(dtype)
+    )
     dq, dk, dv = (x.to(dtype) for x in grads)
     return dq, dk, dv
 

@@ -114,24 +114,23 @@ def yoso_forward(
     channels = q.shape[3]
     if channels % 8:  # rows of whole 16-byte words
         q, k = (F.pad(x, (0, -channels % 8)) for x in (q, k))
-    with ops.on(q.device):
-        q, k, v = (verbs.aligned(x) for x in (q, k, v))
-        key_mask = None if key_mask is None else key_mask.contiguous()
-        if planes is None:
-            pieces = verbs.gaussian_planes(
-                number if place is None else place,
-                q.shape[1], channels, num_hashes, hash_bits, q.device,
-            )  # fmt: skip
-        else:
-            pieces = verbs.plane_pieces(planes)
-        bits = verbs.compact_bits(q.shape[2] + k.shape[2], hash_bits)
-        both = keep or bits != hash_bits
-        q_token, k_hash, *more = verbs.hash_codes(q, k, pieces, both=both)
-        if bits != hash_bits:
-            q_hash, k_hash = verbs.compact_codes(more[0], k_hash, bits)
-            q_token, more = q_hash.mT.contiguous(), [q_hash, k_hash.mT.contiguous()]
-        lists = verbs.bucket_lists(k_hash, key_mask, bits)
-        y, inverse = verbs.collide(lists, v, q_token, None, bits, normalize=normalize)
+    q, k, v = (verbs.aligned(x) for x in (q, k, v))
+    key_mask = None if key_mask is None else key_mask.contiguous()
+    if planes is None:
+        pieces = verbs.gaussian_planes(
+            number if place is None else place,
+            q.shape[1], channels, num_hashes, hash_bits, q.device,
+        )  # fmt: skip
+    else:
+        pieces = verbs.plane_pieces(planes)
+    bits = verbs.compact_bits(q.shape[2] + k.shape[2], hash_bits)
+    both = keep or bits != hash_bits
+    q_token, k_hash, *more = verbs.hash_codes(q, k, pieces, both=both)
+    if bits != hash_bits:
+        q_hash, k_hash = verbs.compact_codes(more[0], k_hash, bits)
+        q_token, more = q_hash.mT.contiguous(), [q_hash, k_hash.mT.contiguous()]
+    lists = verbs.bucket_lists(k_hash, key_mask, bits)
+    y, inverse = verbs.collide(lists, v, q_token, None, bits, normalize=normalize)
     return [y, inverse, *more, *lists] if keep else [y]
 
 
@@ -194,35 +193,34 @@ def yoso_backward(
 
     bits = verbs.compact_bits(q.shape[2] + k.shape[2], hash_bits)
     k_lists = verbs.Lists(k_order, k_first, k_most)
-    with ops.on(q.device):
-        q, k, v, g = (verbs.aligned(x.contiguous()) for x in (q, k, v, g))
-        key_mask = None if key_mask is None else key_mask.contiguous()
-        fast = v.dtype == torch.bfloat16 and max(q.shape[3], v.shape[3]) <= 128 and not true
-        if fast and not torch.are_deterministic_algorithms_enabled():
-            g, scales = verbs.measure(g, (y, inverse) if normalize else None, v, key_mask)
-            scale = hash_bits / 2 / backward_hashes
-            return verbs.surrogate(
-                q, k, v, g, key_mask, scales, q_hash, k_token, k_lists, bits, scale, backward_hashes
-            )
-        if normalize:
-            g = triton.through_unit(g, y, inverse)
-        lists = verbs.bucket_lists(q_hash, None, bits), k_lists
-        dv, _ = verbs.collide(lists[0], g, k_token, key_mask, bits, normalize=False)
-        if true:
-            scale = hash_bits / backward_hashes
-            dq, dk = verbs.true_gradient(
-                q, k, v, g, key_mask, q_hash, k_token, *lists, bits, scale, backward_hashes,
-                number if place is None else place,
-            )  # fmt: skip
-        else:
-            # float16 products would lose digits that the reference keeps.
-            dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
-            room = max(PART_BYTES, 4 * v.numel() * dtype.itemsize)
-            scale = hash_bits / 2 / backward_hashes
-            dq, dk = triton.outer_sums(
-                q.to(dtype), k.to(dtype), v.to(dtype), g.to(dtype),
-                key_mask, *lists, scale, backward_hashes, room,
-            )  # fmt: skip
+    q, k, v, g = (verbs.aligned(x.contiguous()) for x in (q, k, v, g))
+    key_mask = None if key_mask is None else key_mask.contiguous()
+    fast = v.dtype == torch.bfloat16 and max(q.shape[3], v.shape[3]) <= 128 and not true
+    if fast and not torch.are_deterministic_algorithms_enabled():
+        g, scales = verbs.measure(g, (y, inverse) if normalize else None, v, key_mask)
+        scale = hash_bits / 2 / backward_hashes
+        return verbs.surrogate(
+            q, k, v, g, key_mask, scales, q_hash, k_token, k_lists, bits, scale, backward_hashes
+        )
+    if normalize:
+        g = triton.through_unit(g, y, inverse)
+    lists = verbs.bucket_lists(q_hash, None, bits), k_lists
+    dv, _ = verbs.collide(lists[0], g, k_token, key_mask, bits, normalize=False)
+    if true:
+        scale = hash_bits / backward_hashes
+        dq, dk = verbs.true_gradient(
+            q, k, v, g, key_mask, q_hash, k_token, *lists, bits, scale, backward_hashes,
+            number if place is None else place,
+        )  # fmt: skip
+    else:
+        # float16 products would lose digits that the reference keeps.
+        dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
+        room = max(PART_BYTES, 4 * v.numel() * dtype.itemsize)
+        scale = hash_bits / 2 / backward_hashes
+        dq, dk = triton.outer_sums(
+            q.to(dtype), k.to(dtype), v.to(dtype), g.to(dtype),
+            key_mask, *lists, scale, backward_hashes, room,
+        )  # fmt: skip
     return dq.to(q.dtype), dk.to(k.dtype), dv
 
 

@@ -1,0 +1,187 @@
+"""The launches of a call, recorded once and played again on other tensors.
+
+Which kernels an op launches, with which numbers and on which buffers, follows from the shapes,
+strides and types of its tensors and from its options. Finding that out takes the host longer than a
+GPU needs for a few thousand tokens. To play it again takes one allocation for all buffers that are
+no results, and for each kernel its addresses and a launch.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+OTHERS = (int, float, bool, type(None))  # asking whether something is a tensor takes longer
+MOST = 256  # kinds of calls of an op that are remembered
+WORD = 512  # bytes that buffers begin on, as torch's own do
+_local = threading.local()
+
+
+class Place(NamedTuple):
+    """Of a tensor: so many bytes behind the address of a base, with the look of a meta tensor."""
+
+    base: int
+    offset: int
+    like: Tensor
+
+
+Launch = Callable[[Sequence[Tensor], Sequence[int]], None]  # takes bases and their addresses
+
+
+class Launchable(Protocol):
+    """A kernel that can be launched again, with places for the tensors among its arguments."""
+
+    def again(self, grid: int, arguments: Sequence[Any]) -> Launch:
+        """What launches it on bases."""
+
+
+class Recorder(TorchDispatchMode):
+    """Sees the launches of a call, its buffers, and whether torch itself computes something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[tuple[Launchable, int, tuple[Any, ...]]] = []
+        self.buffers: list[Tensor] = []  # kept, so that no two have the same memory
+        self.alone, self.looks = True, True
+
+    def __enter__(self) -> "Recorder":
+        _local.recorder = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _local.recorder = None
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """An op of torch: makes a buffer, looks at a part of one, or computes."""
+        result = op(*args, **(kwargs or {}))
+        if not self.looks:
+            return result
+        if "empty" in op.overloadpacket.__name__:
+            self.buffers.append(result)
+        elif not op.is_view:
+            self.alone = False
+        return result
+
+
+def note(kernel: Launchable, grid: int, arguments: tuple[Any, ...]) -> None:
+    """Tell the recorder of this thread, if there is one, what was launched."""
+    recorder = getattr(_local, "recorder", None)
+    if recorder is not None:
+        recorder.launches.append((kernel, grid, arguments))
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Keep what torch does inside from the recorder of this thread, if there is one."""
+    recorder = getattr(_local, "recorder", None)
+    if recorder is not None:
+        recorder.looks = False
+    yield
+    if recorder is not None:
+        recorder.looks = True
+
+
+class Tape:
+    """A recorded call. Bases are its tensors, its results, and the scratch with all else."""
+
+    def __init__(self, recorder: Recorder, given: Sequence[Tensor], results: Sequence[Tensor]):
+        self.results = [_like(x) for x in results]
+        base = {x.data_ptr(): i for i, x in reversed(list(enumerate([*given, *results])))}
+        offset, self.scratch = {}, 0
+        for x in recorder.buffers:
+            if x.data_ptr() not in base:
+                offset[x.data_ptr()] = self.scratch
+                self.scratch += -(-x.numel() * x.element_size() // WORD) * WORD
+        ranges = [(x.data_ptr(), x.data_ptr() + _bytes(x)) for x in recorder.buffers]
+
+        def place(x: Any) -> Any:
+            if type(x) in OTHERS:
+                return x
+            at = x.data_ptr()
+            if at in base or not x.numel():
+                return Place(base.get(at, 0), 0, _like(x))
+            begin = next(begin for begin, end in ranges if begin <= at < end)
+            if begin in base:
+                return Place(base[begin], at - begin, _like(x))
+            return Place(len(given) + len(results), offset[begin] + at - begin, _like(x))
+
+        self.launches = [
+            kernel.again(grid, [place(x) for x in arguments])
+            for kernel, grid, arguments in recorder.launches
+        ]
+
+    def play(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The same on other tensors."""
+        device = given[0].device
+        results = tuple(
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+            for x in self.results
+        )
+        scratch = torch.empty(self.scratch, dtype=torch.uint8, device=device)
+        bases = [*given, *results, scratch]
+        addresses = [x.data_ptr() for x in bases]
+        for launch in self.launches:
+            launch(bases, addresses)
+        return results
+
+
+def _record(run: Callable, arguments: Sequence[Any], given: Sequence[Tensor]) -> Any:
+    """The results of a call, and its tape if it can be played."""
+    with Recorder() as recorder:
+        results = run(*arguments)
+    ours = {x.data_ptr(): _bytes(x) for x in recorder.buffers}
+    full = [x for x in results if x.numel()]
+    whole = all(ours.get(x.data_ptr()) == _bytes(x) for x in full)
+    different = len({x.data_ptr() for x in full}) == len(full)
+    playable = recorder.alone and whole and different
+    return results, Tape(recorder, given, results) if playable else None
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def played(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """`run`, recorded when it is called a second time with arguments of the same kinds.
+
+    It takes tensors, numbers and None, returns new tensors, and looks at no tensor's values. Where
+    torch computes a part of it, it is run as ever.
+    """
+    seen: set[Any] = set()
+    tapes: dict[Any, Tape | None] = {}
+
+    @functools.wraps(run)
+    def call(*arguments: Any) -> tuple[Tensor, ...]:
+        given = [x for x in arguments if type(x) not in OTHERS]
+        addresses = [x.data_ptr() for x in given]
+        key = (
+            threading.get_ident(),
+            given[0].device,
+            *[x if type(x) in OTHERS else (x.shape, x.stride(), x.dtype) for x in arguments],
+            *[at % 16 for at in addresses],
+            *map(addresses.index, addresses),  # which of them are one and the same
+        )
+        if key in tapes:
+            tape = tapes[key]
+            return run(*arguments) if tape is None else tape.play(given)
+        if key in seen:
+            results, tapes[key] = _record(run, arguments, given)
+            return results
+        if len(seen) >= MOST:
+            seen.clear()
+            tapes.clear()
+        seen.add(key)
+        return run(*arguments)
+
+    return call

@@ -1,0 +1,131 @@
+"""Calls that are played from a tape are the calls that were recorded, on other tensors."""
+
+import pytest
+import torch
+from cases import qkv
+
+pytest.importorskip("triton", reason="needs triton, from the extra [cuda]")
+
+from longspan.attention import tape
+from longspan.attention.linformer.kernels import linformer_backward, linformer_forward
+from longspan.attention.nystrom.kernels import nystrom_backward, nystrom_forward
+from longspan.attention.tiles import INTERPRETED, Kernel, add_parts, tl
+from longspan.attention.window.kernels import window_backward, window_forward
+from longspan.attention.yoso.expectation import (
+    yoso_expectation_backward,
+    yoso_expectation_forward,
+)
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="needs Triton's interpreter or a GPU"
+)
+
+
+def nystrom(forward, backward, q, k, v):
+    y, *saved = forward(q, k, v, None, 4, 1, False, 0.3)
+    return y, *backward(y, q, k, v, None, y, *saved, 1, False, 0.3)
+
+
+def linformer(forward, backward, q, k, v):
+    e, f = torch.randn(2, 5, k.shape[2], device=DEVICE)
+    y, *saved = forward(q, k, v, e, f, None, 0.3)
+    return y, *backward(y, q, k, v, e, f, None, y, *saved, 0.3, True)
+
+
+def window(forward, backward, q, k, v):
+    mask = torch.rand(q.shape[0], q.shape[2], device=DEVICE) < 0.7
+    y, lse = forward(q, k, v, mask, 5, 0.3)
+    return y, *backward(y, q, k, v, mask, y, lse, 5, 0.3)
+
+
+def expectation(forward, backward, q, k, v):
+    y, inverse = forward(q, k, v, 4, True)
+    return y, *backward(y, q, k, v, y, inverse, 4, False, True)
+
+
+METHODS = {
+    nystrom: (nystrom_forward, nystrom_backward),
+    linformer: (linformer_forward, linformer_backward),
+    window: (window_forward, window_backward),
+    expectation: (yoso_expectation_forward, yoso_expectation_backward),
+}
+
+
+@pytest.mark.parametrize("layout", ["apart", "packed", "odd"])
+@pytest.mark.parametrize("method", METHODS, ids=lambda f: f.__name__)
+def test_played_is_as_run(method, layout, monkeypatch):
+    """Both passes of every method: run, then recorded, then played; the bits are the same."""
+    plain = [op.__wrapped__ for op in METHODS[method]]
+    played = [tape.played(run) for run in plain]
+    plays = []
+    play = tape.Tape.play
+    monkeypatch.setattr(tape.Tape, "play", lambda *these: plays.append(1) or play(*these))
+    for seed in range(3):
+        shape = dict(batch=1, queries=11 if layout == "odd" else 12, channels=16)
+        q, k, v = qkv(**shape, seed=seed, device=DEVICE)
+        if layout == "packed":  # (B, H, N, 3, D): one memory for all three
+            q, k, v = torch.stack([q, k, v], 3).unbind(3)
+        results = []
+        for ops in (plain, played):
+            torch.manual_seed(seed)
+            results.append(method(*ops, q, k, v))
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
+            assert one.stride() == other.stride()
+    assert len(plays) == 2  # the third call of both ops
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["apart", "packed", "odd"])
+@pytest.mark.parametrize("method", METHODS, ids=lambda f: f.__name__)
+def test_played_is_as_run_on_a_gpu(method, layout, monkeypatch):
+    test_played_is_as_run(method, layout, monkeypatch)
+
+
+@Kernel
+def _double(x, y, n, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(y + at, 2 * tl.load(x + at, mask=at < n), mask=at < n)
+
+
+def doubled(x, more, plain):
+    """2 (x + more), with a kernel or, to be `plain`, by torch."""
+    both = torch.empty_like(torch.stack([x, more]))
+    _double[(1,)](x, both[0], x.numel(), N=32)
+    _double[(1,)](more, both[1], x.numel(), N=32)
+    return (both.sum(0),) if plain else (add_parts(both, x.dtype),)
+
+
+def test_what_torch_computes_is_run_as_ever():
+    call = tape.played(doubled)
+    for _ in range(4):
+        x, more = torch.randn(2, 20, device=DEVICE)
+        (y,) = call(x, more, True)
+        torch.testing.assert_close(y, 2 * (x + more))
+
+
+def test_one_tensor_for_two_is_another_kind_of_call():
+    call = tape.played(scaled_sum)
+    x, more = torch.randn(2, 20, device=DEVICE)
+    for _ in range(4):
+        (y,) = call(x, x)
+        torch.testing.assert_close(y, 4 * x)
+    for _ in range(4):
+        (y,) = call(x, more)
+        torch.testing.assert_close(y, 2 * (x + more))
+
+
+def scaled_sum(x, more):
+    both = x.new_empty(2, *x.shape)
+    _double[(1,)](x, both[0], x.numel(), N=32)
+    _double[(1,)](more, both[1], x.numel(), N=32)
+    return (add_parts(both, x.dtype),)
+
+
+def test_kinds_are_forgotten_when_there_are_many(monkeypatch):
+    monkeypatch.setattr(tape, "MOST", 2)
+    call = tape.played(scaled_sum)
+    for size in (3, 4, 5, 3, 4, 5, 5, 5, 5):
+        x, more = torch.randn(2, size, device=DEVICE)
+        torch.testing.assert_close(call(x, more)[0], 2 * (x + more))
