@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from longspan.attention import nvrtc
+from longspan.attention import nvrtc, tape
 
 # Of the forward, after the inputs; of the backward, after the inputs, and after what is kept.
 OPTIONS = {
@@ -15,7 +15,7 @@ OPTIONS = {
     "nystrom": ((None, 8, 6, False, 1.0), (None,), (6, False, 1.0)),
     "linformer": ((None, 1.0), (None,), (1.0, True)),
     "yoso_expectation": ((8, True), (), (8, False, True)),
-    "yoso": ((None, None, 3, None, 4, 8, True, True), (None,), (None, 3, 8, 4, True, False)),
+    "yoso": ((None, None, 3, None, 4, 8, True, True), (None,), (None, 3, 8, 4, True, False, False)),
 }
 
 
@@ -57,12 +57,18 @@ class Driver:
         return 0, 1
 
 
-def launch(monkeypatch, *errors):
+def launch(monkeypatch, *errors, again=False):
     driver = Driver(*errors)
     monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
     x = torch.zeros(3)
-    nvrtc.Launch("rows.finish", 11, 4, 128)(7, 256, 5, [x, 1 << 40, 1.0, None])
+    run = nvrtc.Launch("rows.finish", 11, 4, 256, 128)
+    if again:
+        place = tape.Place(1, 8, x.to("meta"))
+        run.again(7, [place, 1 << 40, 1.0, None])([x], [0, x.data_ptr() - 8])
+    else:
+        run(7, [x, 1 << 40, 1.0, None])
     assert driver.given[-1] == (
         11,
         7,
@@ -83,6 +89,7 @@ def launch(monkeypatch, *errors):
 
 def test_a_launch_hands_over_the_bits_of_its_arguments(monkeypatch):
     assert launch(monkeypatch, None).entered == 0
+    assert launch(monkeypatch, None, again=True).entered == 0
 
 
 def test_a_thread_without_a_context_is_given_one(monkeypatch):

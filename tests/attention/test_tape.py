@@ -1,11 +1,15 @@
 """Calls that are played from a tape are the calls that were recorded, on other tensors."""
 
+from itertools import combinations
+from random import Random
+
 import pytest
 import torch
-from cases import qkv
+from cases import qkv, relative_error
 
 pytest.importorskip("triton", reason="needs triton, from the extra [cuda]")
 
+import longspan
 from longspan.attention import tape
 from longspan.attention.linformer.kernels import linformer_backward, linformer_forward
 from longspan.attention.nystrom.kernels import nystrom_backward, nystrom_forward
@@ -83,6 +87,29 @@ def test_played_is_as_run_on_a_gpu(method, layout, monkeypatch):
     test_played_is_as_run(method, layout, monkeypatch)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 9], ids=["in-tables", "walked"])
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+def test_yoso_is_played_on_a_gpu(bits, masked, monkeypatch):
+    """Its atomic additions have no order, so that bits differ; a wrong address would show."""
+    plays = []
+    play = tape.Tape.play
+    monkeypatch.setattr(tape.Tape, "play", lambda *these: plays.append(1) or play(*these))
+    for seed in range(4):
+        q, k, v = qkv(queries=777, channels=64, dtype=torch.bfloat16, seed=seed, device=DEVICE)
+        mask = torch.rand(q.shape[0], 777, device=DEVICE) < 0.7 if masked else None
+        g, results = torch.randn_like(v), []
+        for impl in ("fused", "reference"):
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            place = torch.tensor(seed, device=DEVICE)  # as if drawn: not a part of the kind
+            y = longspan.yoso(*leaves, key_mask=mask, hash_bits=bits, seed=place, impl=impl)
+            results.append([y, *torch.autograd.grad(y, leaves, g)])
+        for fused, plain in zip(*results, strict=True):
+            # bfloat16's rounding on both sides, and float16's in between: some 3e-3 each.
+            assert relative_error(fused, plain) < 2e-2
+    assert len(plays) == 4
+
+
 @Kernel
 def _double(x, y, n, N: tl.constexpr):
     at = tl.arange(0, N)
@@ -129,3 +156,17 @@ def test_kinds_are_forgotten_when_there_are_many(monkeypatch):
     for size in (3, 4, 5, 3, 4, 5, 5, 5, 5):
         x, more = torch.randn(2, size, device=DEVICE)
         torch.testing.assert_close(call(x, more)[0], 2 * (x + more))
+
+
+def test_buffers_share_memory_where_their_uses_do_not_overlap():
+    random = Random(0)
+    for _ in range(50):
+        spans = [(random.randint(1, 5000), first, first + random.randint(0, 4))
+                 for first in sorted(random.choices(range(12), k=9))]  # fmt: skip
+        offsets, end = tape.arrange(spans)
+        assert all(at % tape.WORD == 0 for at in offsets)
+        placed = [(at, at + size, *uses) for at, (size, *uses) in zip(offsets, spans, strict=True)]
+        assert end >= max(high for _, high, _, _ in placed)
+        for (a, b, first, last), (c, d, other_first, other_last) in combinations(placed, 2):
+            assert b <= c or d <= a or last < other_first or other_last < first
+    assert tape.arrange([(1000, 0, 1), (3000, 1, 2), (900, 2, 3)]) == ([0, 1024, 0], 4096)

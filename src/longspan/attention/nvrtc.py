@@ -8,11 +8,13 @@ import re
 import struct
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from longspan.attention import tape
 
 
 def cache_folder() -> Path:
@@ -72,38 +74,49 @@ def _driver() -> Any:
 class Launch:
     """A loaded kernel, and room for so many arguments: for one thread, which may use it again."""
 
-    def __init__(self, name: str, handle: int, arguments: int, shared: int = 0) -> None:
-        self.name, self.handle, self.shared = name, handle, shared
+    def __init__(self, name: str, handle: int, arguments: int, block: int, shared: int = 0) -> None:
+        self.name, self.handle, self.block, self.shared = name, handle, block, shared
         self.values = (ctypes.c_int64 * arguments)()
         start = ctypes.addressof(self.values)
         self.addresses = (ctypes.c_void_p * arguments)(*range(start, start + 8 * arguments, 8))
         self.at = ctypes.addressof(self.addresses)
 
-    def copy(self) -> "Launch":
-        """The same kernel with other room."""
-        return Launch(self.name, self.handle, len(self.values), self.shared)
+    def __call__(self, grid: int, arguments: Iterable[object]) -> None:
+        """Run it on the current stream; arguments as in `launcher`."""
+        self._fill(arguments)
+        self._go(grid)
 
-    def __call__(self, grid: int, block: int, stream: int, arguments: Iterable[object]) -> None:
-        """Run it; arguments as in `launcher`."""
-        self.fill(arguments)
-        self.go(grid, block, stream)
+    def again(self, grid: int, arguments: Sequence[Any]) -> tape.Launch:
+        """The same with room of its own, filled but for the addresses."""
+        run = Launch(self.name, self.handle, len(self.values), self.block, self.shared)
+        run._fill(None if type(x) is tape.Place else x for x in arguments)
+        slots = [(i, x.base, x.offset) for i, x in enumerate(arguments) if type(x) is tape.Place]
+        values = run.values
 
-    def fill(self, arguments: Iterable[object]) -> None:
-        """Write all arguments down."""
+        def launch(bases: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
+            for slot, base, offset in slots:
+                values[slot] = addresses[base] + offset
+            run._go(grid)
+
+        return launch
+
+    def _fill(self, arguments: Iterable[object]) -> None:
         self.values[:] = [x if type(x) is int else _bits(x) for x in arguments]
 
-    def go(self, grid: int, block: int, stream: int) -> None:
-        """Run it with the arguments that are written down."""
-        error = self._try(grid, block, stream)
+    def _go(self, grid: int) -> None:
+        # torch.cuda's own functions for these two take longer than the launch.
+        device = torch._C._cuda_getDevice()
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        error = self._try(grid, stream)
         if error and error.name == "CUDA_ERROR_INVALID_CONTEXT":
-            enter(torch._C._cuda_getDevice())  # a new thread may have the number of a dead one
-            error = self._try(grid, block, stream)
+            enter(device)  # a new thread may have the number of a dead one
+            error = self._try(grid, stream)
         if error:
             raise RuntimeError(f"{self.name} could not be launched: {error.name}")
 
-    def _try(self, grid: int, block: int, stream: int) -> Any:
+    def _try(self, grid: int, stream: int) -> Any:
         (error,) = _driver().cuLaunchKernel(
-            self.handle, grid, 1, 1, block, 1, 1, self.shared, stream, self.at, 0
+            self.handle, grid, 1, 1, self.block, 1, 1, self.shared, stream, self.at, 0
         )
         return error
 
@@ -114,19 +127,18 @@ def launcher(source: Path, **defines: object) -> Callable[..., None]:
     Arguments are tensors, None, integers (64 bits wide in the kernel) and floats (32 bits).
     """
     key = tuple(sorted(defines.items()))
-    known: dict[tuple[str, int, int], Launch] = {}  # by kernel, device and thread
+    known: dict[tuple[str, int, int, int], Launch] = {}  # by kernel, block, device and thread
 
     def run(name: str, grid: int, block: int, *arguments: object) -> None:
-        # torch.cuda's own functions for these two take longer than the launch.
         device = torch._C._cuda_getDevice()
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        mine = name, device, threading.get_ident()
+        mine = name, block, device, threading.get_ident()
         found = known.get(mine)
         if found is None:
             handle = int(_load(source, key, name, device).handle)
-            found = known[mine] = Launch(f"{source.stem}.{name}", handle, len(arguments))
+            found = known[mine] = Launch(f"{source.stem}.{name}", handle, len(arguments), block)
             enter(device)
-        found(grid, block, stream, arguments)
+        found(grid, arguments)
+        tape.note(found, grid, arguments)
 
     return run
 

@@ -30,6 +30,7 @@ class Place(NamedTuple):
     like: Tensor
 
 
+Results = tuple[Tensor, ...] | list[Tensor]
 Launch = Callable[[Sequence[Tensor], Sequence[int]], None]  # takes bases and their addresses
 
 
@@ -92,44 +93,54 @@ class Tape:
     """A recorded call. Bases are its tensors, its results, and the scratch with all else."""
 
     def __init__(self, recorder: Recorder, given: Sequence[Tensor], results: Sequence[Tensor]):
-        self.results = [_like(x) for x in results]
+        self.results, self.listed = [_like(x) for x in results], isinstance(results, list)
         base = {x.data_ptr(): i for i, x in reversed(list(enumerate([*given, *results])))}
-        offset, self.scratch = {}, 0
-        for x in recorder.buffers:
-            if x.data_ptr() not in base:
-                offset[x.data_ptr()] = self.scratch
-                self.scratch += -(-x.numel() * x.element_size() // WORD) * WORD
         ranges = [(x.data_ptr(), x.data_ptr() + _bytes(x)) for x in recorder.buffers]
+
+        def begin(x: Tensor) -> int:
+            """The address of the base or buffer that x lies in."""
+            at = x.data_ptr()
+            return at if at in base else next(low for low, high in ranges if low <= at < high)
+
+        uses: dict[int, list[int]] = {}  # of buffers that are no results: which launches
+        for i, (_, _, arguments) in enumerate(recorder.launches):
+            for x in arguments:
+                if type(x) not in OTHERS and x.numel() and begin(x) not in base:
+                    uses.setdefault(begin(x), []).append(i)
+        sizes = {x.data_ptr(): _bytes(x) for x in recorder.buffers}
+        spans = [(sizes[at], used[0], used[-1]) for at, used in uses.items()]
+        offsets, self.scratch = arrange(spans)
+        offset = dict(zip(uses, offsets, strict=True))
 
         def place(x: Any) -> Any:
             if type(x) in OTHERS:
                 return x
-            at = x.data_ptr()
-            if at in base or not x.numel():
-                return Place(base.get(at, 0), 0, _like(x))
-            begin = next(begin for begin, end in ranges if begin <= at < end)
-            if begin in base:
-                return Place(base[begin], at - begin, _like(x))
-            return Place(len(given) + len(results), offset[begin] + at - begin, _like(x))
+            if not x.numel():
+                return Place(0, 0, _like(x))
+            first = begin(x)
+            beyond = x.data_ptr() - first
+            if first in base:
+                return Place(base[first], beyond, _like(x))
+            return Place(len(given) + len(results), offset[first] + beyond, _like(x))
 
         self.launches = [
             kernel.again(grid, [place(x) for x in arguments])
             for kernel, grid, arguments in recorder.launches
         ]
 
-    def play(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def play(self, given: Sequence[Tensor]) -> Results:
         """The same on other tensors."""
         device = given[0].device
-        results = tuple(
+        results = [
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
             for x in self.results
-        )
+        ]
         scratch = torch.empty(self.scratch, dtype=torch.uint8, device=device)
         bases = [*given, *results, scratch]
         addresses = [x.data_ptr() for x in bases]
         for launch in self.launches:
             launch(bases, addresses)
-        return results
+        return results if self.listed else tuple(results)
 
 
 def _record(run: Callable, arguments: Sequence[Any], given: Sequence[Tensor]) -> Any:
@@ -144,6 +155,24 @@ def _record(run: Callable, arguments: Sequence[Any], given: Sequence[Tensor]) ->
     return results, Tape(recorder, given, results) if playable else None
 
 
+def arrange(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
+    """Offsets of buffers of (bytes, first use, last use), sorted by first use, and their end.
+
+    What is in use at the same time does not overlap; each lies as low as it can.
+    """
+    placed: list[tuple[int, int, int]] = []  # begin, end, last use
+    for size, first, last in spans:
+        at = 0
+        for low, high, until in sorted(placed):
+            if until < first:
+                continue
+            if at + size <= low:
+                break
+            at = max(at, high)
+        placed.append((at, at + -(-size // WORD) * WORD, last))
+    return [low for low, _, _ in placed], max((high for _, high, _ in placed), default=0)
+
+
 def _like(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
@@ -152,7 +181,7 @@ def _bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-def played(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+def played(run: Callable[..., Results]) -> Callable[..., Results]:
     """`run`, recorded when it is called a second time with arguments of the same kinds.
 
     It takes tensors, numbers and None, returns new tensors, and looks at no tensor's values. Where
@@ -162,7 +191,7 @@ def played(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor
     tapes: dict[Any, Tape | None] = {}
 
     @functools.wraps(run)
-    def call(*arguments: Any) -> tuple[Tensor, ...]:
+    def call(*arguments: Any) -> Results:
         given = [x for x in arguments if type(x) not in OTHERS]
         addresses = [x.data_ptr() for x in given]
         key = (

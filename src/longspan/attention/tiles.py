@@ -68,30 +68,20 @@ class Compiled:
         # Constants, and integers of one, are part of the code; two pointers to Triton's own memory,
         # which is none, follow the arguments.
         self.places = [i for i in range(len(arguments)) if signature[names[i]] != "constexpr"]
-        self.threads = 32 * metadata.num_warps
-        count = len(self.places) + 2
-        self.run = nvrtc.Launch(metadata.name, compiled.function, count, metadata.shared)
+        threads, count = 32 * metadata.num_warps, len(self.places) + 2
+        self.run = nvrtc.Launch(metadata.name, compiled.function, count, threads, metadata.shared)
         nvrtc.enter(arguments[0].device.index)
 
     def launch(self, grid: int, arguments: Sequence[Any]) -> None:
         """Run it on the current stream."""
-        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-        self.run(grid, self.threads, stream, [*[arguments[i] for i in self.places], None, None])
+        self.run(grid, self._mine(arguments))
 
     def again(self, grid: int, arguments: Sequence[Any]) -> tape.Launch:
-        """Room of its own for arguments, filled but for the addresses."""
-        run, threads = self.run.copy(), self.threads
-        mine = [arguments[i] for i in self.places]
-        run.fill([*[None if type(x) is tape.Place else x for x in mine], None, None])
-        slots = [(i, x.base, x.offset) for i, x in enumerate(mine) if type(x) is tape.Place]
-        values = run.values
+        """As `nvrtc.Launch.again`."""
+        return self.run.again(grid, self._mine(arguments))
 
-        def launch(bases: Sequence[Tensor], addresses: Sequence[int]) -> None:
-            for slot, base, offset in slots:
-                values[slot] = addresses[base] + offset
-            run.go(grid, threads, torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()))
-
-        return launch
+    def _mine(self, arguments: Sequence[Any]) -> list[Any]:
+        return [*[arguments[i] for i in self.places], None, None]
 
 
 class Interpreted:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.attention import dispatch, ops
+from longspan.attention import dispatch, ops, tape
 from longspan.attention.random import Seed
 from longspan.attention.yoso import verbs
 from longspan.attention.yoso.hashing import projections
@@ -91,11 +91,13 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        grads = torch.ops.longspan.yoso_backward(g, *ctx.saved_tensors, *ctx.options)
+        ordered = torch.are_deterministic_algorithms_enabled()
+        grads = torch.ops.longspan.yoso_backward(g, *ctx.saved_tensors, *ctx.options, ordered)
         return *grads, *[None] * 9
 
 
 @ops.op
+@tape.played
 def yoso_forward(
     q: Tensor,
     k: Tensor,
@@ -110,7 +112,8 @@ def yoso_forward(
     keep: bool,
 ) -> list[Tensor]:
     """The sum over collisions; if the backward is to follow, all that it needs to `keep`: 1/norm of
-    the rows of the sum, the codes of q by hash and of k by token, the lists of k."""
+    the rows of the sum, the codes of q by hash and of k by token, of q by token where buckets are
+    nearly empty, the lists of k."""
     channels = q.shape[3]
     if channels % 8:  # rows of whole 16-byte words
         q, k = (F.pad(x, (0, -channels % 8)) for x in (q, k))
@@ -131,7 +134,10 @@ def yoso_forward(
         q_token, more = q_hash.mT.contiguous(), [q_hash, k_hash.mT.contiguous()]
     lists = verbs.bucket_lists(k_hash, key_mask, bits)
     y, inverse = verbs.collide(lists, v, q_token, None, bits, normalize=normalize)
-    return [y, inverse, *more, *lists] if keep else [y]
+    if not keep:
+        return [y]
+    walked = verbs.is_sparse(max(q.shape[2], k.shape[2]), bits)
+    return [y, inverse, *more, q_token if walked else q_token.new_empty(0), *lists]
 
 
 @ops.fake(yoso_forward)
@@ -156,11 +162,13 @@ def _(
         return [y]
     code = torch.uint8 if bits <= 8 else torch.uint16
     index = torch.uint16 if keys <= 1 << 16 else torch.uint32
+    walked = verbs.is_sparse(max(queries, keys), bits)
     return [
         y,
         v.new_empty((batch, heads, queries) if normalize else (0,), dtype=torch.float32),
         v.new_empty((batch, heads, num_hashes, queries), dtype=code),
         v.new_empty((batch, heads, keys, num_hashes), dtype=code),
+        v.new_empty((batch, heads, queries, num_hashes) if walked else (0,), dtype=code),
         v.new_empty((batch, heads, num_hashes, keys), dtype=index),
         v.new_empty((batch, heads, num_hashes, (1 << bits) + 1), dtype=torch.uint32),
         v.new_empty((batch, heads, num_hashes), dtype=torch.uint32),
@@ -168,6 +176,7 @@ def _(
 
 
 @ops.op
+@tape.played
 def yoso_backward(
     g: Tensor,
     q: Tensor,
@@ -178,6 +187,7 @@ def yoso_backward(
     inverse: Tensor,
     q_hash: Tensor,
     k_token: Tensor,
+    q_token: Tensor,
     k_order: Tensor,
     k_first: Tensor,
     k_most: Tensor,
@@ -187,20 +197,33 @@ def yoso_backward(
     backward_hashes: int,
     normalize: bool,
     true: bool,
+    ordered: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The surrogate or true gradients of q and k, and the gradient of v."""
+    """The surrogate or true gradients of q and k, `ordered` with sums in one order, and of v."""
     from longspan.attention.yoso import triton
 
     bits = verbs.compact_bits(q.shape[2] + k.shape[2], hash_bits)
     k_lists = verbs.Lists(k_order, k_first, k_most)
     q, k, v, g = (verbs.aligned(x.contiguous()) for x in (q, k, v, g))
     key_mask = None if key_mask is None else key_mask.contiguous()
-    fast = v.dtype == torch.bfloat16 and max(q.shape[3], v.shape[3]) <= 128 and not true
-    if fast and not torch.are_deterministic_algorithms_enabled():
+    fast = v.dtype == torch.bfloat16 and max(q.shape[3], v.shape[3]) <= 128
+    if fast and not true and not ordered:
         g, scales = verbs.measure(g, (y, inverse) if normalize else None, v, key_mask)
         scale = hash_bits / 2 / backward_hashes
         return verbs.surrogate(
-            q, k, v, g, key_mask, scales, q_hash, k_token, k_lists, bits, scale, backward_hashes
+            q,
+            k,
+            v,
+            g,
+            key_mask,
+            scales,
+            q_hash,
+            q_token,
+            k_token,
+            k_lists,
+            bits,
+            scale,
+            backward_hashes,
         )
     if normalize:
         g = triton.through_unit(g, y, inverse)

@@ -231,17 +231,17 @@ def measure(
     batch, heads, queries, width = g.shape
     keys = v.shape[2]
     new = functools.partial(torch.empty, dtype=torch.float32, device=g.device)
-    norms = new(2, batch, heads, keys) if queries == keys else None
-    g_norms, v_norms = (
-        (new(batch, heads, queries), new(batch, heads, keys)) if norms is None else norms
-    )
+    g_norms, v_norms = new(batch, heads, queries), new(batch, heads, keys)
+    totals = new(2, batch, heads)
     y, inverse = unit or (None, None)
     out = g if unit is None else torch.empty_like(g)
-    _launch_rows(8, width)(
+    launch = _launch_rows(8, width)
+    launch(
         "measure", _row_blocks(g, v, 8, width), 256, g, y, inverse, out, v, key_mask, g_norms,
         v_norms, batch * heads, heads, queries, keys,
     )  # fmt: skip
-    totals = torch.stack([g_norms.sum(2), v_norms.sum(2)]) if norms is None else norms.sum(3)
+    groups = batch * heads
+    launch("total", 2 * groups, 1024, g_norms, v_norms, totals, groups, queries, keys)
     return out, Scales(g_norms, v_norms, totals)
 
 
@@ -253,6 +253,7 @@ def surrogate(
     key_mask: Tensor | None,
     scales: Scales,
     q_hash: Tensor,
+    q_token: Tensor,
     k_token: Tensor,
     k_lists: Lists,
     bits: int,
@@ -262,8 +263,8 @@ def surrogate(
     """dQ_i = scale Σ_h Σ_j [same bucket] (g_i·v_j) k̂_j through the norm of q_i, dK likewise; dV.
 
     Contiguous rows (B, H, N, D) of bfloat16, up to 128 channels; dQ and dK take the first `used`
-    hashes. The kernels add in float16, in no fixed order; rows are scaled so that no sum leaves
-    its range.
+    hashes. `q_token` may be empty unless `is_sparse`. The kernels add in float16, in no fixed
+    order; rows are scaled so that no sum leaves its range.
     """
     channels, width = q.shape[3], v.shape[3]
     if channels % 8:  # rows of whole 16-byte words
@@ -317,7 +318,7 @@ def surrogate(
         each = 128 // (columns // 8)
         blocks = -(-batch * heads * queries // each) + -(-batch * heads * keys // each)
         _launch_walk(padded, v, bits, q_order)(
-            "walk_outer", blocks, 128, q_hash.mT.contiguous(), k_token, q_order, k_order, q_first,
+            "walk_outer", blocks, 128, q_token, k_token, q_order, k_order, q_first,
             k_first, q, k, q_rows, k_rows, *scales, q_sums, k_sums, heavy, key_mask, dq, dk, dv,
             batch * heads, heads, hashes, used, queries, keys, scale,
         )  # fmt: skip

@@ -59,6 +59,26 @@ extern "C" __global__ void __launch_bounds__(256) measure(
   if (row.there && lane == 0) (row.key ? v_norms : g_norms)[row.at] = norm;
 }
 
+// Sums of the norms over the tokens of a head, (2, BH): a block each, always in the same order.
+extern "C" __global__ void __launch_bounds__(1024) total(
+    const float* g_norms, const float* v_norms, float* totals, int64_t batch_heads, int64_t queries,
+    int64_t keys) {
+  __shared__ float parts[32];
+  const bool key = blockIdx.x >= batch_heads;
+  const int64_t n = key ? keys : queries;
+  const float* norms = key ? v_norms + (blockIdx.x - batch_heads) * n : g_norms + blockIdx.x * n;
+  float sum = 0;
+#pragma unroll 8
+  for (int64_t i = threadIdx.x; i < n; i += 1024) sum += norms[i];
+  for (int o = 16; o; o /= 2) sum += __shfl_xor_sync(~0u, sum, o);
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  sum = parts[threadIdx.x];
+  for (int o = 16; o; o /= 2) sum += __shfl_xor_sync(~0u, sum, o);
+  if (threadIdx.x == 0) totals[blockIdx.x] = sum;
+}
+
 // What outer.cu reads of a token, [ĝ | q̂ |g| room/Σ|g|] or [v̂ | k̂ |v| room/Σ|v|] in float16, and zeros
 // where it adds.
 extern "C" __global__ void __launch_bounds__(256) pair_rows(
