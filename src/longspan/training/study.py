@@ -151,6 +151,7 @@ def plan(
             for seed in range(1 if task == "imdb" else seeds)
             for it in variants
         ]  # fmt: skip
+    tuned.sort(key=lambda job: job.seed)  # every task before the next seed
     return [*pretrained, *lengthened, *tuned]
 
 
