@@ -154,6 +154,14 @@ def test_what_would_take_too_long_is_stopped_with_a_reason_and_stays_so(path, mo
     assert rows[4]["reason"] == "stopped at a shorter length"
 
 
+def test_what_was_stopped_at_one_length_is_timed_at_shorter_ones(fast, path):
+    """As exact attention is in a second suite of the same run."""
+    huge = Group("4", [timed("other", needs=1 << 60)], "series", 4)
+    small = Group("2", [timed("other")], "series", 2)
+    suite.run([("first", huge), ("second", small)], path, Setting(), say=str)
+    assert [row["kind"] for row in records.read(path)] == ["stopped", "timing"]
+
+
 def test_out_of_memory_is_a_row_and_other_errors_are_errors(fast, path):
     def fail(error):
         def call():

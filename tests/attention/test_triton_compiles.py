@@ -62,6 +62,11 @@ elif method == "linformer":
     e = torch.randn(few, tokens).to(dtype)
     y, *saved = kernels.linformer_forward(q, k, v, e, e, mask, 0.1)
     kernels.linformer_backward(v, q, k, v, e, e, mask, y, *saved, 0.1, True)
+elif method == "convolution":
+    from longspan.attention.convolution import kernels
+    weight = torch.randn(batch, 1, 2 * few + 1, 1)
+    kernels.convolution_forward(v, v, weight, mask)
+    kernels.convolution_backward(v, v, weight, mask)
 else:
     from longspan.attention.window import triton as verbs
     y, lse = verbs.attend(q, k, v, mask, few, 0.1)
@@ -76,7 +81,9 @@ SHAPES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["yoso_expectation", "nystrom", "linformer", "window"])
+@pytest.mark.parametrize(
+    "method", ["yoso_expectation", "nystrom", "linformer", "window", "convolution"]
+)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_every_kernel_compiles(method, shape, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

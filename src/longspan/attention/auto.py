@@ -31,7 +31,26 @@ CROSSOVERS: dict[str, dict[str, dict[str, int | None]]] = {
             "strided": 810,
         },
     },
-    "cuda": {"forward": {}, "forward+backward": {}},
+    "cuda": {
+        "forward": {
+            "linformer": 1000,
+            "window": 512,
+            "nystrom": 1300,
+            "yoso": 2600,
+            "yoso_expectation": None,
+            "reformer": None,
+            "strided": None,
+        },
+        "forward+backward": {
+            "linformer": 780,
+            "window": 512,
+            "nystrom": 1300,
+            "yoso": 3300,
+            "yoso_expectation": None,
+            "reformer": None,
+            "strided": None,
+        },
+    },
 }
 
 

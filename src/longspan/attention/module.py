@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from longspan.attention import checks
-from longspan.attention.base import hide
+from longspan.attention.convolution import add_convolution
 
 EVAL_SEED = 0
 
@@ -39,12 +39,7 @@ class Attention(nn.Module):
                 raise ValueError(f"conv_kernel must be odd, got {conv_kernel}")
             # (H, 1, kernel, 1): the layout of published checkpoints.
             self.conv = nn.Conv2d(
-                num_heads,
-                num_heads,
-                (conv_kernel, 1),
-                padding=(conv_kernel // 2, 0),
-                groups=num_heads,
-                bias=False,
+                num_heads, num_heads, (conv_kernel, 1), groups=num_heads, bias=False
             )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
@@ -59,7 +54,9 @@ class Attention(nn.Module):
                 f"got {q.shape[2]} and {k.shape[2]}"
             )
         y = self.attend(q, k, v, key_mask)
-        return y if self.conv is None else y + self.conv(hide(v, key_mask))
+        if self.conv is None:
+            return y
+        return add_convolution(y, v, self.conv.weight, key_mask, self.options.get("impl", "auto"))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         """The method itself, without the convolution."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from longspan import records
+from longspan.attention.convolution import add_convolution
 from longspan.bench.cases import MODES, Case
 from longspan.bench.gpu import Context
 from longspan.bench.measure import measure, peak_bytes, timing_row
@@ -29,6 +30,7 @@ LENGTHS = tuple(512 << i for i in range(9))
 TOKEN_HEADS = 1 << 18
 SECONDS = 0.3  # of repeats for one length and mode
 LANDMARKS = 64
+TAPS = 33  # of the convolution
 METHODS: dict[str, dict[str, Any]] = {
     "yoso_expectation": {"hash_bits": 8},
     "nystrom": {"num_landmarks": LANDMARKS},
@@ -118,6 +120,27 @@ def peer(length: int, mode: str) -> tuple[Case, Call]:
     return case, run
 
 
+def convolutions(length: int, mode: str) -> Iterator[tuple[str, Case, Call]]:
+    """Nyströmformer's residual convolution alone, added to a given output."""
+    case = Case(
+        "nystrom", length, heads=max(8, TOKEN_HEADS // length), dtype="bfloat16", device="cuda",
+        options={"conv_kernel": TAPS},
+    )  # fmt: skip
+    training = mode == "forward+backward"
+    shape = (1, case.heads, length, case.head_dim)
+    y, v = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    weight = torch.randn(case.heads, 1, TAPS, 1, dtype=torch.bfloat16, device="cuda")
+    leaves = [x.requires_grad_(training) for x in (y, v, weight)]
+    g = torch.ones_like(y)
+
+    def run(impl: str) -> object:
+        out = add_convolution(y, v, weight, None, impl)
+        return torch.autograd.grad(out, leaves, g) if training else out
+
+    for impl in ("fused", "reference"):
+        yield f"convolution {impl}", case, partial(run, impl)
+
+
 def within(context: Context, call: Call) -> Call:
     """The call inside a context."""
 
@@ -134,6 +157,8 @@ def calls(length: int, mode: str, methods: list[str]) -> dict[str, tuple[Case, C
         name: (case, within(context, case.build(mode)))
         for name, case, context in contenders(length, methods)
     }
+    if "nystrom" in methods:
+        found |= {name: (case, call) for name, case, call in convolutions(length, mode)}
     name = "nystrom Hugging Face"
     if "nystrom" in methods and length <= LONGEST[name]:
         try:

@@ -16,7 +16,7 @@ import torch
 
 from longspan.bench.cases import Case
 
-# Of one GPU sample: eight calls in a row, fewer where they would take longer than this.
+# Of one GPU sample: eight calls behind another, fewer where they would take longer than this.
 CALLS_IN_A_ROW = 8
 SAMPLE_SECONDS = 0.02
 SETTLED_SECONDS = 0.25  # of a call on a CPU that is its own warm-up
@@ -165,9 +165,11 @@ def _seconds(call: Callable[[], object], device: str, in_a_row: int = 1) -> floa
         # after a large one took three times as long. A short call is timed when it follows itself.
         return taken if taken > SETTLED_SECONDS else _once(call)
     # A call returns before its kernels have run: events on the GPU's own clock see them. Several
-    # calls in a row, as in training, keep the wait for the first launch out of the figure.
+    # calls behind one that does not count, as in training: what ran before it left the host's
+    # caches to itself, and the GPU would wait for the first launch.
     with torch.cuda.device(device):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        call()
         begin.record()
         for _ in range(in_a_row):
             call()

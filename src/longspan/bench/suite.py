@@ -100,7 +100,7 @@ class History:
     """Seconds of one sequence by series, name and length: what the next length may take."""
 
     seconds: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
-    ended: set[tuple[str, str]] = field(default_factory=set)
+    ended: dict[tuple[str, str], int] = field(default_factory=dict)  # at the shortest such length
 
     def add(self, group: Group, name: str, row: Mapping[str, Any]) -> None:
         """Remember a row, timed or stopped."""
@@ -108,7 +108,8 @@ class History:
             per_sequence = row["seconds"] / group.batch
             self.seconds.setdefault((group.series, name), {})[group.length] = per_sequence
         elif row.get("kind") == "stopped":
-            self.ended.add((group.series, name))
+            known = self.ended.get((group.series, name), group.length)
+            self.ended[group.series, name] = min(known, group.length)
 
     def predicted(self, group: Group) -> dict[str, float]:
         """Seconds of a call, for the entries that were timed at another length of the series."""
@@ -195,7 +196,7 @@ def _rows(
         if entry.build is None:
             continue
         reason = None
-        if (group.series, entry.name) in history.ended:
+        if history.ended.get((group.series, entry.name), group.length) < group.length:
             reason = "stopped at a shorter length"
         elif entry.name in predicted and entry.name not in chosen:
             reason = f"would take about {predicted[entry.name]:.2g} s a call"

@@ -113,7 +113,7 @@ def options(method: str, length: int) -> dict[str, Any]:
     papers: dict[str, dict[str, Any]] = {
         "yoso": {"num_hashes": 32, "hash_bits": 9},  # the published 4096 model has 9 bits, too
         "yoso_expectation": {"hash_bits": 9},
-        "nystrom": {"num_landmarks": 64},
+        "nystrom": {"num_landmarks": 64, "conv_kernel": 33},
         "linformer": {"projected_length": min(256, length)},
     }
     return papers.get(method, {})

@@ -27,7 +27,7 @@ VARIANTS = (
     "softmax",
     "yoso-32=yoso:num_hashes=32,hash_bits=9,exact_below=0",
     "yoso-E=yoso_expectation:hash_bits=9",
-    "nystrom-64=nystrom:num_landmarks=64",
+    "nystrom-64=nystrom:num_landmarks=64,conv_kernel=33",
     "linformer-256=linformer:projected_length=256",
 )
 NEVER = 10**9  # steps
