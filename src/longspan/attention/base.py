@@ -77,7 +77,8 @@ def exact(
     elif missing < 0:
         v = F.pad(v, (0, -missing))
     if visible is None:
-        return F.scaled_dot_product_attention(q, k, v, scale=scale)[..., :channels]
+        y = F.scaled_dot_product_attention(q, k, v, scale=scale)
+        return y[..., :channels] if missing < 0 else y  # the gradient of a part is a copy
     blind = ~visible.any(-1, keepdim=True)
     # A row without any key would be NaN in some kernels: show it all, then drop the result.
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible | blind, scale=scale)

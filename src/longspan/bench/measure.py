@@ -57,6 +57,7 @@ def measure(
     longer than the budget; a call that took longer than `patience` is not repeated. `on_round` sees
     the timings so far after every round.
     """
+    _keep_memory()
     end = time.perf_counter() + budget
     in_a_row = dict.fromkeys(calls, 1)
     for _ in range(warmup):
@@ -143,6 +144,22 @@ def _kilobytes(name: str) -> int:
 @functools.cache
 def _trim() -> Callable[[int], int]:
     return ctypes.CDLL(None).malloc_trim  # glibc's
+
+
+@functools.cache
+def _keep_memory() -> None:
+    """Let glibc keep up to 1 GB of what calls free, in pieces of up to 32 MB.
+
+    A process that frees all it has after each call, as only a benchmark does, gets fresh pages at
+    every call or at none, by chance: Nyström with backward took 13 or 20 ms for 1,024 tokens.
+    """
+    keep, alone = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+    try:
+        limit = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return
+    limit(keep, 1 << 30)
+    limit(alone, 32 << 20)
 
 
 def _in_a_row(seconds: float, device: str) -> int:
