@@ -169,4 +169,4 @@ def test_buffers_share_memory_where_their_uses_do_not_overlap():
         assert end >= max(high for _, high, _, _ in placed)
         for (a, b, first, last), (c, d, other_first, other_last) in combinations(placed, 2):
             assert b <= c or d <= a or last < other_first or other_last < first
-    assert tape.arrange([(1000, 0, 1), (3000, 1, 2), (900, 2, 3)]) == ([0, 1024, 0], 4096)
+    assert tape.arrange([(1000, 0, 1), (3000, 1, 2), (900, 2, 3)]) == ([3072, 0, 3072], 4096)

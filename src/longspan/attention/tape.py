@@ -156,21 +156,22 @@ def _record(run: Callable, arguments: Sequence[Any], given: Sequence[Tensor]) ->
 
 
 def arrange(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
-    """Offsets of buffers of (bytes, first use, last use), sorted by first use, and their end.
+    """Offsets of buffers of (bytes, first use, last use), and where the last of them ends.
 
-    What is in use at the same time does not overlap; each lies as low as it can.
+    What is in use at the same time does not overlap; the largest first, each as low as it can lie.
     """
-    placed: list[tuple[int, int, int]] = []  # begin, end, last use
-    for size, first, last in spans:
+    placed: dict[int, tuple[int, int]] = {}  # begin and end
+    for i in sorted(range(len(spans)), key=lambda i: -spans[i][0]):
+        size, first, last = spans[i]
+        together = [placed[j] for j in placed if spans[j][1] <= last and first <= spans[j][2]]
         at = 0
-        for low, high, until in sorted(placed):
-            if until < first:
-                continue
+        for low, high in sorted(together):
             if at + size <= low:
                 break
             at = max(at, high)
-        placed.append((at, at + -(-size // WORD) * WORD, last))
-    return [low for low, _, _ in placed], max((high for _, high, _ in placed), default=0)
+        placed[i] = at, at + -(-size // WORD) * WORD
+    offsets = [placed[i][0] for i in range(len(spans))]
+    return offsets, max((high for _, high in placed.values()), default=0)
 
 
 def _like(x: Tensor) -> Tensor:
