@@ -14,21 +14,21 @@ CROSSOVERS: dict[str, dict[str, dict[str, int | None]]] = {
     "cpu": {
         "forward": {
             "linformer": 512,
-            "window": 680,
+            "window": 590,
             "nystrom": 512,
             "yoso": 512,
             "yoso_expectation": None,
-            "reformer": 2900,
-            "strided": 830,
+            "reformer": 2700,
+            "strided": 870,
         },
         "forward+backward": {
-            "linformer": 560,
-            "window": 630,
+            "linformer": 512,
+            "window": 590,
             "nystrom": 512,
             "yoso": 512,
             "yoso_expectation": None,
-            "reformer": 2000,
-            "strided": 810,
+            "reformer": 1800,
+            "strided": 720,
         },
     },
     "cuda": {
