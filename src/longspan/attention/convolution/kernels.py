@@ -1,8 +1,4 @@
-"""The residual convolution on NVIDIA GPUs: both passes as torch.library ops.
-
-torch's own takes a thread for every output in the forward, and longer than the attention it is
-added to in the backward.
-"""
+"""The residual convolution on NVIDIA GPUs: both passes as torch.library ops."""
 
 from typing import Any
 
