@@ -38,7 +38,7 @@ def test_from_text_to_a_scored_model(invoke, tmp_path):
     assert invoke(*train, "--eval-only").exit_code == 0
     trained, scored = records.read(output / "rows.jsonl")
     assert trained["steps"] == 4
-    assert trained["options"] == {"num_landmarks": 8}
+    assert trained["options"] == {"num_landmarks": 8, "conv_kernel": 33}
     assert scored["metrics"] == {
         name: pytest.approx(values, rel=1e-6) for name, values in trained["metrics"].items()
     }

@@ -18,7 +18,7 @@ def test_a_run_leaves_rows_a_model_and_what_it_was_made_of(data, tmp_path):
     assert (row["task"], row["method"], row["seed"], row["steps"]) == ("mlm", "nystrom", 3, 10)
     assert row["tokens"] == 10 * 8 * 32
     assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"])
-    assert row["options"] == {"num_landmarks": 8}
+    assert row["options"] == {"num_landmarks": 8, "conv_kernel": 33}
     assert [point["step"] for point in row["curve"]] == [5, 10]
     (scores,) = row["metrics"].values()
     assert scores["perplexity"] == pytest.approx(2.718281828 ** scores["loss"], rel=1e-6)
