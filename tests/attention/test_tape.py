@@ -150,6 +150,17 @@ def scaled_sum(x, more):
     return (add_parts(both, x.dtype),)
 
 
+def test_a_call_that_memory_is_too_small_to_record_is_run(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(tape, "_record", full)
+    call = tape.played(scaled_sum)
+    for _ in range(4):
+        x, more = torch.randn(2, 20, device=DEVICE)
+        torch.testing.assert_close(call(x, more)[0], 2 * (x + more))
+
+
 def test_kinds_are_forgotten_when_there_are_many(monkeypatch):
     monkeypatch.setattr(tape, "MOST", 2)
     call = tape.played(scaled_sum)
