@@ -167,6 +167,15 @@ def test_short_runs_are_marked_and_give_way_to_longer_ones():
     assert list(lines[1]) == ["yoso", "here, google", "40.0", ""]
 
 
+def test_runs_of_other_settings_are_not_mixed_in():
+    """A seed that was also run otherwise does not take that row's number."""
+    rows = [trained("lra/listops", "yoso", 0.30 + seed / 100, seed, steps=9) for seed in range(3)]
+    rows.append(trained("lra/listops", "yoso", 0.9, steps=9, settings="x=1", side_by_side=3))
+    rows.append(trained("lra/listops", "softmax", 0.4, steps=9, side_by_side=3))
+    section = find(content(rows), "Long Range Arena")
+    assert list(section.tables[0].lines[0])[2] == "31.0 (30.0–32.0) †"
+
+
 def test_glue_and_masked_lm_have_tables(shown):
     glue = find(shown, "GLUE").tables[0]
     assert list(glue.head) == ["method", "source", "sst2"]

@@ -45,14 +45,21 @@ def _protocol(row: Mapping[str, Any]) -> str:
 
 
 def _longest(rows: Rows) -> list[Mapping[str, Any]]:
-    """Of the runs of a method, protocol and task those with the most steps; of a seed the last."""
-    found: dict[tuple[str, str, str], dict[Any, Mapping[str, Any]]] = {}
-    for row in sorted(rows, key=lambda row: row.get("steps") or 0):
-        seeds = found.setdefault((_name(row), _protocol(row), _task(row)), {})
-        if any((row.get("steps") or 0) > (other.get("steps") or 0) for other in seeds.values()):
-            seeds.clear()
-        seeds[row.get("seed")] = row
-    return [row for seeds in found.values() for row in seeds.values()]
+    """Of a method, protocol and task the settings with the most steps, then seeds, then the last.
+
+    Of a seed the last run.
+    """
+    found: dict[tuple[str, str, str], dict[Any, dict[Any, Mapping[str, Any]]]] = {}
+    for row in rows:
+        settings = row.get("steps") or 0, row.get("settings", "")
+        same = found.setdefault((_name(row), _protocol(row), _task(row)), {})
+        same.setdefault(settings, {})[row.get("seed")] = row
+    chosen = []
+    for same in found.values():
+        steps = max(steps for steps, _ in same)
+        longest = [seeds for (count, _), seeds in same.items() if count == steps]
+        chosen += max(reversed(longest), key=len).values()
+    return chosen
 
 
 def _score(row: Mapping[str, Any]) -> float:
@@ -136,6 +143,8 @@ def _speed(rows: Rows, scores: Scores, prefix: str) -> list[Chart]:
     x_axis = {"type": "log", "title": "tokens a second in training", "exponentformat": "none"}
     figure = {"data": data, "layout": layout(x_axis, {"title": "accuracy (%)"})}
     caption = f"Accuracy against speed: means over {', '.join(sorted(common))}."
+    if any((row.get("side_by_side") or 1) > 1 for row in rows):
+        caption += " Runs shared a machine, so that speeds compare roughly at best."
     return [Chart(f"{prefix}lra", figure, caption)]
 
 
