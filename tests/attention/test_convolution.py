@@ -13,6 +13,7 @@ from longspan.attention.convolution import kernels
 from longspan.attention.tiles import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
+# Sums in float32 on both sides, in another order; 16-bit weights, values and results are rounded.
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -86,4 +87,5 @@ def test_modules_take_it_and_compile_whole():
             found.append((y, *torch.autograd.grad(y.square().sum(), leaves)))
     for other in found[1:]:
         for a, b in zip(found[0], other, strict=True):
+            # float32 throughout; the steps of the inverse make its rounding larger.
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)

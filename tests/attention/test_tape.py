@@ -116,19 +116,19 @@ def _double(x, y, n, N: tl.constexpr):
     tl.store(y + at, 2 * tl.load(x + at, mask=at < n), mask=at < n)
 
 
-def doubled(x, more, plain):
-    """2 (x + more), with a kernel or, to be `plain`, by torch."""
-    both = torch.empty_like(torch.stack([x, more]))
+def doubled(x, more):
+    """The sum is torch's: no kernel's launch tells of it."""
+    both = x.new_empty(2, *x.shape)
     _double[(1,)](x, both[0], x.numel(), N=32)
     _double[(1,)](more, both[1], x.numel(), N=32)
-    return (both.sum(0),) if plain else (add_parts(both, x.dtype),)
+    return (both.sum(0),)
 
 
 def test_what_torch_computes_is_run_as_ever():
     call = tape.played(doubled)
     for _ in range(4):
         x, more = torch.randn(2, 20, device=DEVICE)
-        (y,) = call(x, more, True)
+        (y,) = call(x, more)
         torch.testing.assert_close(y, 2 * (x + more))
 
 
