@@ -49,21 +49,24 @@ test-sanitized: $(READY)   ## Run the CPU kernels' tests under AddressSanitizer 
 GPU_PYTHON ?= $(BIN)/python
 on_gpu = if ! nvidia-smi -L >/dev/null 2>&1; then echo "No NVIDIA GPU here: $(1)."; exit 0; fi; \
 	if [ "$(GPU_PYTHON)" = "$(BIN)/python" ]; then $(MAKE) --no-print-directory $(READY) || exit 1; fi; \
-	PYTHONPATH=src $(GPU_PYTHON) -m $(2)
+	export PYTHONPATH=src; $(2)
 
+# Kernels take long to compile: `make test-gpu PARTS=8` shares the tests among eight processes.
+PARTS ?= 1
 test-gpu:        ## Run the tests that need an NVIDIA GPU
-	@$(call on_gpu,GPU tests were not run,pytest -m gpu)
+	@$(call on_gpu,GPU tests were not run,seq $(PARTS) | xargs -P $(PARTS) -I{} \
+	  $(GPU_PYTHON) -m pytest -m gpu --part {}/$(PARTS))
 
 bench: $(READY)  ## Time every method on this CPU, to 65,536 tokens, where results/cpu.jsonl lacks rows
 	@$(BIN)/longspan bench cpu --device cpu -o results/cpu.jsonl
 
 bench-gpu:       ## Time YOSO beside exact attention on an NVIDIA GPU; rows, tables, plot go to results/
-	@$(call on_gpu,nothing was measured,longspan.bench.gpu results/yoso-gpu.jsonl && \
-	  PYTHONPATH=src $(GPU_PYTHON) -m longspan.report.gpu results/yoso-gpu.jsonl)
+	@$(call on_gpu,nothing was measured,$(GPU_PYTHON) -m longspan.bench.gpu results/yoso-gpu.jsonl && \
+	  $(GPU_PYTHON) -m longspan.report.gpu results/yoso-gpu.jsonl)
 
 bench-fused:     ## Time the Triton methods beside exact attention on an NVIDIA GPU; likewise
-	@$(call on_gpu,nothing was measured,longspan.bench.gpu_fused results/fused-gpu.jsonl && \
-	  PYTHONPATH=src $(GPU_PYTHON) -m longspan.report.fused results/fused-gpu.jsonl)
+	@$(call on_gpu,nothing was measured,$(GPU_PYTHON) -m longspan.bench.gpu_fused results/fused-gpu.jsonl && \
+	  $(GPU_PYTHON) -m longspan.report.fused results/fused-gpu.jsonl)
 
 lint: $(READY)   ## Check style, types and the direction of imports
 	@$(BIN)/ruff check .

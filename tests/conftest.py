@@ -39,6 +39,7 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser):
     parser.addoption("--kernels", type=Path, help="another build of the CPU kernels to test")
+    parser.addoption("--part", default="1/1", help="i/n: n processes share the tests, this is the i-th")
 
 
 def pytest_configure(config):
@@ -53,7 +54,10 @@ def _seed():
     torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(trylast=True)  # after -m and -k have chosen
+def pytest_collection_modifyitems(config, items):
+    part, parts = map(int, config.getoption("--part").split("/"))
+    items[:] = items[part - 1 :: parts]
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs an NVIDIA GPU, and torch sees none")
         for item in items:

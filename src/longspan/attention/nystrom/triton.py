@@ -17,6 +17,7 @@ MAX_LANDMARKS = 128  # products of more are left to torch, which spreads them ov
 PROGRAMS = 264  # heads at a time, each with its scratch
 # By padded landmarks: warps, and the inner length of a product's step.
 CONFIGS = {16: (1, 16), 32: (2, 32), 64: (4, 32), 128: (8, 32)}
+HELD_WARPS = {16: 1, 32: 4, 64: 8}  # of a solver that keeps them in registers, but for float32
 
 
 @triton.jit
@@ -196,7 +197,7 @@ def _norms(
 def _solve(
     q, k, bv, v, q_length, k_length, first, norms, scratch, out, groups, heads, few, scale,
     v_b, v_h, v_n, GIVEN: tl.constexpr, UNEVEN: tl.constexpr, STEPS: tl.constexpr,
-    E: tl.constexpr, EP: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, HELD: tl.constexpr,
     D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
     LOG2E: tl.constexpr,
 ):  # fmt: skip
@@ -211,12 +212,24 @@ def _solve(
             UNEVEN, D, F, K, PRECISION, LOG2E,
         )  # fmt: skip
         norm = tl.load(norms + bh) if GIVEN else _norm(p)
-        _put(z, tl.trans(p) / tl.where(norm == 0, 1.0, norm), F)
-        for _ in range(STEPS):
-            _step(a, z, x, m2, m3, few, F, K, PRECISION)
-            _product(z, m3, new, 0.25, 0.0, x, 0.0, few, False, False, False, F, K, PRECISION)
-            z, new = new, z
-        result = _matmul(z, bv + bh * few * E, F, few, E, F, 1, E, 1, F, EP, K, PRECISION)
+        start = tl.trans(p) / tl.where(norm == 0, 1.0, norm)
+        if HELD:  # as `_step`; what is zero beyond the landmarks stays zero
+            same = f[:, None] == f[None, :]
+            for _ in range(STEPS):
+                az = tl.dot(p, start, input_precision=PRECISION)
+                inner = tl.where(same, 15.0, 0.0) - 7 * az
+                inner = tl.dot(az, az, inner, input_precision=PRECISION)
+                outer = tl.where(same, 13.0, 0.0) - tl.dot(az, inner, input_precision=PRECISION)
+                start = 0.25 * tl.dot(start, outer, input_precision=PRECISION)
+            values = load_rows(bv + bh * few * E, f, E, f < few, E, EP)
+            result = tl.dot(start, values, input_precision=PRECISION)
+        else:
+            _put(z, start, F)
+            for _ in range(STEPS):
+                _step(a, z, x, m2, m3, few, F, K, PRECISION)
+                _product(z, m3, new, 0.25, 0.0, x, 0.0, few, False, False, False, F, K, PRECISION)
+                z, new = new, z
+            result = _matmul(z, bv + bh * few * E, F, few, E, F, 1, E, 1, F, EP, K, PRECISION)
         if UNEVEN:
             length = tl.load(k_length + bh // heads)
             there = (f < tl.where(length <= few, few, 0)) & (_sizes(length, f, few) > 0)
@@ -398,11 +411,14 @@ def solve(
     batch, heads, few, _ = q_means.shape
     out = torch.empty_like(bv)
     programs, scratch, shared = _shared(q_means, v.dtype, 6)
+    held = shared["F"] in HELD_WARPS and shared["PRECISION"] != "ieee"
+    if held:
+        shared["num_warps"] = HELD_WARPS[shared["F"]]
     _solve[(programs,)](
         q_means, k_means, bv, v, *(lengths or (out, out)), out if first is None else first,
         out if given is None else given, scratch, out, batch * heads, heads, few, float(scale),
         *v.stride()[:3], GIVEN=given is not None, UNEVEN=lengths is not None,
-        STEPS=num_iterations, E=bv.shape[3], EP=padded(bv.shape[3]), **shared,
+        STEPS=num_iterations, E=bv.shape[3], EP=padded(bv.shape[3]), HELD=held, **shared,
     )  # fmt: skip
     return out
 

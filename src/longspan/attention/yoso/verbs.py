@@ -22,7 +22,7 @@ INDICES = {torch.uint16: "uint16_t", torch.uint32: "uint32_t"}
 TABLE_BYTES = 1 << 28  # of tables at a time; more hashes take turns
 MANY_WARPS = 1 << 14  # a dozen for each place that an H200 has for them
 MANY_RUNS = 1 << 13  # of outer.cu, likewise
-FEW_ROWS = 48  # of a bucket, that outer.cu takes in pairs
+FEW_ROWS = 48, 64  # of a bucket, that outer.cu takes in pairs: of small buckets, and of others
 MOST_ROWS = 16  # of a bucket, that walk.cu looks at one by one
 FLOAT16_ROOM = 1 << 15  # that sums in float16 may reach
 
@@ -287,11 +287,12 @@ def surrogate(
         "pair_rows", blocks, 256, g, q, v, k, *scales, q_rows, k_rows, q_sums, k_sums, *sizes, room
     )
     # A warp walks a run of buckets: not too many tokens, so that all parts of the GPU end together.
-    lists, run, each = batch * heads * used, 32, 1
-    while run > 4 and (max(queries, keys) * run > 1024 << bits or lists << bits < run * MANY_RUNS):
+    lists, run, each, most = batch * heads * used, 32, 1, max(queries, keys)
+    while run > 2 and (most * run > 1024 << bits or lists << bits < run * MANY_RUNS):
         run //= 2
     runs = lists * -(-(1 << bits) // run)
-    launch = _outer(columns, q_order.dtype)
+    few = FEW_ROWS[most >= 32 << bits]
+    launch = _outer(columns, q_order.dtype, few)
     arguments = (
         q_rows, k_rows, q_order, k_order, q_first, k_first, q_sums, k_sums,
         queries, keys, hashes, used, 1 << bits, run,
@@ -299,10 +300,10 @@ def surrogate(
     in_pairs = columns == 64 and not sparse
     if in_pairs:
         launch("outer_pairs", runs, 32, *arguments)
-    light = (FEW_ROWS,) * 2 if in_pairs else (0, 0)
+    light = (few, few) if in_pairs else (0, 0)
     if sparse:
         light, each = (MOST_ROWS, 1 << 30), 16
-    elif in_pairs and max(queries, keys) <= FEW_ROWS // 2 << bits:
+    elif in_pairs and most <= few // 2 << bits:
         each = 4
     if each > 1:  # little or nothing to do: a warp looks through many buckets
         runs = lists * -(-(1 << bits) // (run * each))
@@ -442,5 +443,5 @@ def _launch_rows(channels: int, width: int) -> Callable[..., None]:
 
 
 @functools.cache
-def _outer(columns: int, index: torch.dtype) -> Callable[..., None]:
-    return nvrtc.launcher(OUTER, W=columns, INDEX=INDICES[index])
+def _outer(columns: int, index: torch.dtype, light: int) -> Callable[..., None]:
+    return nvrtc.launcher(OUTER, W=columns, INDEX=INDICES[index], LIGHT=light)

@@ -1,7 +1,8 @@
-// dQ and dK of the surrogate gradient on tensor cores: compiled by NVRTC for one pair of
+// dQ and dK of the surrogate gradient on tensor cores: compiled by NVRTC for one set of
 //
 //   W      columns of a row, 64 or 128; zero beyond the channels
 //   INDEX  type of the numbers in the lists of tokens, uint16_t or uint32_t
+//   LIGHT  tokens of a bucket that are taken in pairs, 48 or 64
 //
 // A token is a row of 2 W float16 numbers: [ĝ | q̂ |g| s] for a query, [v̂ | k̂ |v| s] for a key, unit
 // vectors and a factor s that keeps every sum in the range of float16. With them, over the tokens
@@ -275,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCKS, PER_SM / BLOCKS) outer
 #if W == 64
 // Buckets of up to LIGHT queries and keys: S = ĝ v̂ᵀ, dQ = S K, dK = Sᵀ Q; one warp a run of buckets.
 // Arguments as above.
-constexpr int TILES = 3, LIGHT = 16 * TILES;
+constexpr int TILES = LIGHT / 16;
 constexpr int RING = 2 * TILES, HALF = 16 * W * 2, PAIR_SLOT = 2 * HALF;  // bytes of 16 rows
 
 struct Bucket {
@@ -430,7 +431,8 @@ extern "C" __global__ void __launch_bounds__(32, PER_SM) outer_pairs(
     const int q_tiles = (now.q_count + 15) / 16;
     if (q_tiles == 1) pairs<1>(shared, at, now, dq, dk);
     else if (q_tiles == 2) pairs<2>(shared, at, now, dq, dk);
-    else pairs<3>(shared, at, now, dq, dk);
+    else if (q_tiles == 3) pairs<3>(shared, at, now, dq, dk);
+    else pairs<TILES>(shared, at, now, dq, dk);
     __syncwarp();
     if (!fits) fetch(soon, then);
     now = soon;
