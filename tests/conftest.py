@@ -39,7 +39,7 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser):
     parser.addoption("--kernels", type=Path, help="another build of the CPU kernels to test")
-    parser.addoption("--part", default="1/1", help="i/n: n processes share the tests, this is the i-th")
+    parser.addoption("--part", default="1/1", help="i/n: the i-th of n that share the tests")
 
 
 def pytest_configure(config):

@@ -63,6 +63,23 @@ def test_any_strides_will_do():
     check(v[..., ::2], weight, None)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_each_gradient_has_the_dtype_of_what_it_belongs_to(dtype):
+    """Under autocast the output may be of another dtype than the values, and so is its gradient."""
+    _, _, v = qkv(batch=2, heads=3, queries=70, channels=32, dtype=dtype, device=DEVICE)
+    other = torch.float32 if dtype == torch.float16 else torch.float16
+    y, g = (torch.randn(v.shape, device=DEVICE).to(other) for _ in range(2))
+    weight = torch.randn(3, 1, 9, 1, device=DEVICE)
+    (out,) = kernels.convolution_forward(y, v, weight, None)
+    dv, dweight = kernels.convolution_backward(g, v, weight, None)
+    assert (out.dtype, dv.dtype, dweight.dtype) == (y.dtype, v.dtype, weight.dtype)
+    leaves = [x.double().requires_grad_() for x in (v, weight)]
+    exact = api.reference(y.double(), *leaves, None)
+    expected = exact, *torch.autograd.grad(exact, leaves, g.double())
+    for a, b in zip((out, dv, dweight), expected, strict=True):
+        assert (a.double() - b).norm() <= ROUNDING[torch.float16] * b.norm()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("channels", [32, 64, 128, 256])

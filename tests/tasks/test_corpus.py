@@ -1,4 +1,5 @@
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
@@ -132,6 +133,16 @@ def test_text_is_tokenized_once_and_again_when_it_changes(tmp_path):
         pa.table({"text": [texts.document(i) for i in range(21)]}), tmp_path / "a.parquet"
     )
     assert corpus.prepared(tmp_path, **options) != first
+
+
+def test_runs_that_begin_at_once_tokenize_once(tmp_path):
+    pq.write_table(
+        pa.table({"text": [texts.document(i) for i in range(20)]}), tmp_path / "a.parquet"
+    )
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: corpus.prepared(tmp_path, vocab_size=80), range(2))
+    assert first == second
+    assert corpus.splits(first) == ["train", "validation"]
 
 
 def test_datasets_of_hugging_face_are_streamed(tmp_path):

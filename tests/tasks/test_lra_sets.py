@@ -1,6 +1,9 @@
 """The arena's sets: layouts, what is kept, both protocols, ids and masks."""
 
+import dataclasses
 import io
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -124,9 +127,23 @@ def test_a_missing_set_says_how_to_get_it(name, tmp_path):
         sets.prepare(name, tmp_path)
 
 
-def test_another_set_than_the_recorded_one_is_said(tmp_path, monkeypatch):
-    import dataclasses
+def test_runs_that_begin_at_once_make_a_set_once(tmp_path, monkeypatch):
+    made = []
 
+    def make(folder, seed):
+        made.append(folder)
+        time.sleep(0.2)
+        return single({"train": [(b"\1", 1)]})
+
+    row = dataclasses.replace(sets.SETS["listops"], make=make, checksum=None)
+    monkeypatch.setitem(sets.SETS, "listops", row)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(sets.prepare, ["listops"] * 3, [tmp_path / "data"] * 3))
+    assert len(made) == 1
+    assert len({checksum(splits) for splits in found}) == 1
+
+
+def test_another_set_than_the_recorded_one_is_said(tmp_path, monkeypatch):
     row = dataclasses.replace(
         sets.SETS["listops"], make=lambda folder, seed: single({"train": [(b"\1", 1)]})
     )

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 from numpy.typing import NDArray
 
 from longspan.tasks import tokenizer as tokenizers
@@ -87,7 +88,11 @@ def prepared(data_dir: Path | str, **options: Any) -> Path:
              for p in text_files(folder)]  # fmt: skip
     mark = json.dumps([FOLDER_VERSION, files, {k: str(v) for k, v in options.items()}])
     target = root / PREPARED / hashlib.sha256(mark.encode()).hexdigest()[:16]
-    return target if target.exists() else prepare([folder], target, **options)
+    if target.exists():
+        return target
+    target.parent.mkdir(exist_ok=True)
+    with FileLock(f"{target}.lock"):  # several runs may begin at once
+        return target if target.exists() else prepare([folder], target, **options)
 
 
 def read(folder: Path, split: str, *, verify: bool = True) -> Corpus:

@@ -11,8 +11,7 @@ def add_convolution(
     y: Tensor, v: Tensor, weight: Tensor, key_mask: Tensor | None, impl: str = "auto"
 ) -> Tensor:
     """y (B, H, N, Dv) and the convolution of v (B, H, N, Dv) with weight (H, 1, K, 1)."""
-    # The kernels were interpreted and compiled, not yet run on a GPU: only if they are asked for.
-    fused = impl == "fused" and not kernels.why_not(v)
+    fused = impl != "reference" and not kernels.why_not(v)
     return (kernels.fused if fused else reference)(y, v, weight, key_mask)
 
 

@@ -66,7 +66,7 @@ def convolution_backward(
     from longspan.attention.convolution import triton as verbs
 
     mask = None if key_mask is None else key_mask.contiguous()
-    g, v = tiles.rows(g), tiles.rows(v)
+    g, v = tiles.rows(g.to(v.dtype)), tiles.rows(v)  # they differ if a method was autocast
     dv = verbs.convolve(g, weight.contiguous(), mask, back=True)
     return dv, verbs.weight_gradient(g, v, weight, mask)
 

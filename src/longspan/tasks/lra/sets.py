@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
 from longspan.attention import checks
 from longspan.tasks.lra import image, listops, pathfinder, retrieval, text
@@ -130,17 +131,21 @@ def prepare(name: str, data_dir: Path, seed: int = 0) -> Splits:
     splits = row.find(data_dir)
     if splits is None and row.make is None:
         raise FileNotFoundError(f"data_dir must hold the {name} set, got {data_dir}: {row.get}")
-    if splits is None:
-        assert row.make is not None
-        splits = row.make(data_dir / f"lra-{name}.parts", seed)
-        made = checksum(splits)
-        if seed == 0 and row.checksum is not None and made != row.checksum:
-            warnings.warn(
-                f"the generated {name} set is not the one of recorded results (its SHA-256 is "
-                f"{made}, not {row.checksum}): another numpy or Pillow may draw differently",
-                stacklevel=2,
-            )
-    save(kept, splits)
+    data_dir.mkdir(parents=True, exist_ok=True)
+    with FileLock(data_dir / f"lra-{name}.lock"):  # several runs may begin at once
+        if kept.exists():
+            return load(kept)
+        if splits is None:
+            assert row.make is not None
+            splits = row.make(data_dir / f"lra-{name}.parts", seed)
+            made = checksum(splits)
+            if seed == 0 and row.checksum is not None and made != row.checksum:
+                warnings.warn(
+                    f"the generated {name} set is not the one of recorded results (its SHA-256 is "
+                    f"{made}, not {row.checksum}): another numpy or Pillow may draw differently",
+                    stacklevel=2,
+                )
+        save(kept, splits)
     return splits
 
 
