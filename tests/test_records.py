@@ -1,11 +1,14 @@
 import json
 import math
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from longspan import records
+
+PACKAGE = str(Path(records.__file__).resolve().parent)
 
 
 def test_rows_come_back_in_order_with_a_stamp(tmp_path):
@@ -57,3 +60,17 @@ def test_what_json_cannot_hold_is_refused_and_writes_nothing(tmp_path, value):
 def test_environment_is_plain_json():
     stamp = records.environment()
     assert json.loads(json.dumps(stamp)) == stamp
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("/usr/bin/longspan", "longspan"),
+        (f"{PACKAGE}/__main__.py", "longspan"),
+        (f"{PACKAGE}/bench/__main__.py", "python -m longspan.bench"),
+        (f"{PACKAGE}/training/study.py", "python -m longspan.training.study"),
+    ],
+)
+def test_the_command_is_what_was_typed(monkeypatch, program, words):
+    monkeypatch.setattr("sys.argv", [program, "--set", "a b"])
+    assert records.command() == f"{words} --set 'a b'"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import shlex
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import longspan
-from longspan import advice
+from longspan import advice, records
 from longspan import demo as demonstration
 from longspan import doctor as diagnosis
 from longspan.bench.suite import Setting
@@ -59,7 +57,7 @@ def demo(
         demonstration.check_device(device)
         output.mkdir(parents=True, exist_ok=True)
     code = demonstration.run(
-        output, methods=methods, quick=quick, seed=seed, device=device, command=_command()
+        output, methods=methods, quick=quick, seed=seed, device=device, command=records.command()
     )
     raise typer.Exit(code)
 
@@ -285,7 +283,13 @@ def bench(
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     try:
         run_groups(
-            groups, output, setting, only=only or (), fresh=fresh, command=_command(), say=say
+            groups,
+            output,
+            setting,
+            only=only or (),
+            fresh=fresh,
+            command=records.command(),
+            say=say,
         )
     except KeyboardInterrupt:
         console.print("Stopped by Ctrl-C: rows so far are kept; the same command goes on.")
@@ -342,7 +346,7 @@ def advise(
             tell(advice.from_table(question, setting.device))
             return
         else:
-            found = advice.measured(question, setting, output, command=_command(), say=tell)
+            found = advice.measured(question, setting, output, command=records.command(), say=tell)
             answer = advice.advise(question, found)
     console.print(_advice_table(answer))
     tell(answer.sentence)
@@ -387,10 +391,6 @@ def _user_input() -> Iterator[None]:
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         Console(stderr=True).print(f"longspan: {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(BAD_INPUT) from None
-
-
-def _command() -> str:
-    return shlex.join(["longspan", *sys.argv[1:]])
 
 
 def _options(function: Callable[..., object]) -> str:

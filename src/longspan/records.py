@@ -10,6 +10,8 @@ import functools
 import json
 import os
 import platform
+import shlex
+import sys
 import warnings
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -59,6 +61,16 @@ def read(path: str | os.PathLike[str]) -> list[Row]:
             else:
                 warnings.warn(f"{path}, line {number}: not a JSON object, skipped", stacklevel=2)
     return rows
+
+
+def command() -> str:
+    """The command line of this process, or of the one that started it as a worker."""
+    program, here = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parent
+    words = ["longspan"]
+    if program.is_relative_to(here) and program != here / "__main__.py":
+        parts = program.relative_to(here.parent).with_suffix("").parts
+        words = ["python", "-m", ".".join(part for part in parts if part != "__main__")]
+    return shlex.join([*words, *sys.argv[1:]])
 
 
 def environment() -> dict[str, Any]:

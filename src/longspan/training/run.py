@@ -249,6 +249,7 @@ def _row(
         "recipe": asdict(run.recipe),
         "start": None if run.start is None else run.start.name,
         "processes": trainer.args.world_size,
+        "command": records.command(),
         **(run.labels or {}),
     }  # fmt: skip
 
