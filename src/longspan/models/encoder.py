@@ -111,7 +111,7 @@ class LongspanPreTrainedModel(PreTrainedModel):
     config: LongspanConfig
     base_model_prefix = "longspan"
     supports_gradient_checkpointing = True
-    _no_split_modules = ("LongspanEmbeddings", "LongspanLayer")
+    _no_split_modules = ("LongspanLayer",)
 
     def __init__(self, config: LongspanConfig) -> None:
         super().__init__(config)

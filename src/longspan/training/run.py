@@ -122,7 +122,7 @@ def train(
         if stop.reason and trainer.state.global_step < trainer.state.max_steps:
             return Outcome(STOPPED, None, stop.reason, stop.signal, trainer.state.global_step)
         if run.recipe.keep_best and best.exists():
-            trainer._load_from_checkpoint(str(best))
+            trainer.load_model(best)
     metrics = _evaluate(run, data, trainer, journal)
     if run.save_model and not eval_only:
         trainer.save_model(str(run.output / "model"))

@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.utils.data import Dataset, Sampler
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from longspan.tasks.base import Batch, Data, Examples, Task
 from longspan.training.callbacks import Journal
@@ -104,6 +107,9 @@ class LongspanTrainer(Trainer):
             preprocess_logits_for_metrics=task.keep,
             callbacks=[journal, *callbacks],
         )
+        if self.is_fsdp_enabled and model.config.options.get("sharing") == "layerwise":
+            # What all layers share cannot lie with one of them: the model is sharded as a whole.
+            self.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = []
 
     def run(self, checkpoint: Path | None) -> None:
         """Train to the end, from a checkpoint if there is one."""
@@ -142,6 +148,26 @@ class LongspanTrainer(Trainer):
             return super(LongspanTrainer, self).training_step(model, batch, *args, **kwargs)
 
         return step(inputs) if self.graph is None else self.graph(step, inputs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As Trainer's; where processes hold shards of it, the whole model, too."""
+        if _internal_call or not self.is_fsdp_enabled:
+            super().save_model(output_dir, _internal_call)
+            return
+        weights = self.accelerator.get_state_dict(self.model)  # by all processes together
+        if self.args.should_save:
+            self._save(output_dir, state_dict=weights)
+
+    def load_model(self, folder: Path) -> None:
+        """Take the weights that `save_model` wrote."""
+        if not self.is_fsdp_enabled:
+            self._load_from_checkpoint(str(folder))
+            return
+        weights: dict[str, Any] = {}
+        if self.args.should_save:
+            weights |= load_file(folder / SAFE_WEIGHTS_NAME)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        set_model_state_dict(self.model, weights, options=options)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
