@@ -9,6 +9,9 @@ import pytest
 import transformers
 import zoo
 
+from longspan.tasks.lra import pathfinder
+from longspan.tasks.lra.splits import save
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
 
@@ -92,6 +95,14 @@ def test_landmarks_and_projections_learn(run, tmp_path):
     assert many < few < 0.6
     assert after < 0.75 * before
     assert {path.name for path in tmp_path.iterdir()} == {"landmarks.png", "projections.png"}
+
+
+def test_pathfinder_cnn(run, tmp_path):
+    made = pathfinder.make(tmp_path / "parts", 0, {"train": 60, "validation": 20, "test": 20})
+    save(tmp_path / "lra-pathfinder.npz", made)
+    out = run("pathfinder_cnn.py", "--data-dir", tmp_path, "--epochs", 2)
+    assert len(re.findall(r"epoch \d: \d+\.\d% of validation", out)) == 2
+    assert "% of the test pictures" in out
 
 
 @pytest.mark.parametrize("name", NAMES)

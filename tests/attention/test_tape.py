@@ -181,3 +181,6 @@ def test_buffers_share_memory_where_their_uses_do_not_overlap():
         for (a, b, first, last), (c, d, other_first, other_last) in combinations(placed, 2):
             assert b <= c or d <= a or last < other_first or other_last < first
     assert tape.arrange([(1000, 0, 1), (3000, 1, 2), (900, 2, 3)]) == ([3072, 0, 3072], 4096)
+    # The largest first would need 11.
+    awkward = [(3, 0, 3), (4, 3, 3), (3, 2, 4), (5, 1, 1)]
+    assert tape.arrange([(512 * size, *uses) for size, *uses in awkward])[1] == 512 * 10

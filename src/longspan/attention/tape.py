@@ -158,10 +158,18 @@ def _record(run: Callable, arguments: Sequence[Any], given: Sequence[Tensor]) ->
 def arrange(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
     """Offsets of buffers of (bytes, first use, last use), and where the last of them ends.
 
-    What is in use at the same time does not overlap; the largest first, each as low as it can lie.
+    What is in use at the same time does not overlap. The largest, the longest in use or those with
+    the most of both lie lowest, whichever needs the least.
     """
+    sizes, lives = [size for size, _, _ in spans], [last - first + 1 for _, first, last in spans]
+    both = [size * life for size, life in zip(sizes, lives, strict=True)]
+    return min((_stack(spans, weights) for weights in (sizes, both, lives)), key=lambda x: x[1])
+
+
+def _stack(spans: Sequence[tuple[int, int, int]], weights: Sequence[int]) -> tuple[list[int], int]:
+    """As `arrange`: the heaviest first, each as low as it can lie."""
     placed: dict[int, tuple[int, int]] = {}  # begin and end
-    for i in sorted(range(len(spans)), key=lambda i: -spans[i][0]):
+    for i in sorted(range(len(spans)), key=lambda i: -weights[i]):
         size, first, last = spans[i]
         together = [placed[j] for j in placed if spans[j][1] <= last and first <= spans[j][2]]
         at = 0
