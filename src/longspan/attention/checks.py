@@ -4,6 +4,7 @@ Every public function checks its arguments here, once; nothing below it checks a
 """
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 
@@ -93,16 +94,24 @@ def options(
 
     The error names the nearest.
     """
-    parameters = inspect.signature(function).parameters.values()
-    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "key_mask"]
-    known += [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][3:]
-    known += also
+    # Asking takes longer than a launch; a compiler asks once.
+    keywords = _keywords if torch.compiler.is_compiling() else _known_keywords
+    known = [*keywords(function), *also]
     for name in given:
         if name not in known:
             listed = ", ".join(known)
             raise TypeError(
                 f"options of {owner} must be among {listed}, got {name!r}{_nearest(name, known)}"
             )
+
+
+def _keywords(function: Callable) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "key_mask"]
+    return known + [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][3:]
+
+
+_known_keywords = functools.cache(_keywords)
 
 
 def _nearest(value: object, options: list[str]) -> str:
