@@ -93,7 +93,8 @@ class Tape:
     """A recorded call. Bases are its tensors, its results, and the scratch with all else."""
 
     def __init__(self, recorder: Recorder, given: Sequence[Tensor], results: Sequence[Tensor]):
-        self.results, self.listed = [_like(x) for x in results], isinstance(results, list)
+        self.results = [(tuple(x.shape), x.stride(), x.dtype) for x in results]
+        self.listed = isinstance(results, list)
         base = {x.data_ptr(): i for i, x in reversed(list(enumerate([*given, *results])))}
         ranges = [(x.data_ptr(), x.data_ptr() + _bytes(x)) for x in recorder.buffers]
 
@@ -132,8 +133,8 @@ class Tape:
         """The same on other tensors."""
         device = given[0].device
         results = [
-            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-            for x in self.results
+            torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            for shape, stride, dtype in self.results
         ]
         scratch = torch.empty(self.scratch, dtype=torch.uint8, device=device)
         bases = [*given, *results, scratch]
