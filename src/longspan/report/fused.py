@@ -37,8 +37,8 @@ def markdown(rows: Iterable[Row]) -> str:
         f"{stamp['time'][:10]}. Made from the rows beside this file by `python -m "
         "longspan.report.fused`; `make bench-fused` measures them. `fused` is Triton, `reference` "
         "plain torch, `Hugging Face` the attention of its Nyströmformer, `convolution` that of 33 "
-        "values which Nyströmformer adds, timed alone. 64 landmarks, 256 projected tokens, 8 bits, a window of "
-        "257. Every length has 2^18 token-heads, and at least eight heads.",
+        "values which Nyströmformer adds, timed alone. 64 landmarks, 256 projected tokens, 8 bits, "
+        "a window of 257. Every length has 2^18 token-heads, and at least eight heads.",
         "Milliseconds per 2^18 token-heads and, in brackets, the time of the faster exact kernel "
         "divided by it. At short lengths whole calls take as long as the host needs to launch "
         "them; exact attention is one launch.",
