@@ -31,7 +31,7 @@ def layer(c, to, stride=1):
 
 
 def net(c):
-    """Thirteen convolutions, in three steps of half the size and twice the width."""
+    """Fifteen convolutions, in three steps of half the size and twice the width."""
     layers = layer(1, c)
     for width in (c, 2 * c, 4 * c):
         layers += layer(width // 2, width, 2) if width > c else []
