@@ -72,7 +72,7 @@ def test_both_passes_are_those_of_the_reference(shape, masked, init, steps):
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
 def test_many_landmarks_go_through_torch(init, masked, monkeypatch):
     """Above the landmarks of one program, here six of them."""
-    monkeypatch.setattr(verbs, "MAX_LANDMARKS", 5)
+    monkeypatch.setattr(kernels, "IN_ONE_PROGRAM", 5)
     q, k, v = qkv(batch=4, heads=1, queries=50, device=DEVICE)
     mask = masks(50) if masked else None
     actual, expected = both_passes(q, k, v, mask, 6, 6, init, torch.randn_like(v))

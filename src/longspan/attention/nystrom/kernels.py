@@ -18,6 +18,7 @@ from longspan.attention.nystrom import reference
 
 MAX_CHANNELS = 256
 MAX_LANDMARKS = 512
+IN_ONE_PROGRAM = 128  # landmarks; products of more are left to torch, which spreads them
 
 
 def why_not(device: torch.device) -> list[str]:
@@ -146,7 +147,7 @@ def nystrom_forward(
     k_means = verbs.segment_means(k, by_key.mask, num_landmarks, by_key.bounds)
     bv, b_lse = few.read_many(k, v, q_means, by_key.mask, scale)
     norms = bv.new_empty(0)
-    if num_landmarks > verbs.MAX_LANDMARKS:
+    if num_landmarks > IN_ONE_PROGRAM:
         a = _landmark_softmax(q_means, k_means, cut, scale)
         w = reference.pseudo_inverse(a, num_iterations, "original" if original else "exact") @ bv
         w = _own_values(w, v, by_key)
@@ -213,14 +214,14 @@ def nystrom_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
     from longspan.attention import few_backward, tiles
-    from longspan.attention.nystrom import triton as verbs
+    from longspan.attention.nystrom import triton_backward as verbs
 
     g, q, k, v = (tiles.rows(x) for x in (g, q, k, v))
     landmarks = q_means.shape[2]
     cut = by_query, by_key = both_segments(q, k, key_mask, landmarks)
     there = by_key.there
     dk_parts, dw = few_backward.few_gradients(q, g, k_means, w, f_lse, scale, y=y, there=there)
-    if landmarks > verbs.MAX_LANDMARKS:
+    if landmarks > IN_ONE_PROGRAM:
         dbv, dq_means, table_k, table_v = _solve_backward(
             q_means, k_means, bv, dw.sum(0), dk_parts.sum(0), cut,
             _sizes(by_key, k.shape[2], landmarks, k.device), num_iterations, original, scale,
