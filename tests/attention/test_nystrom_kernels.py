@@ -88,6 +88,18 @@ def test_every_configuration_of_the_iteration(landmarks):
         assert relative_error(a, b) < 2e-5, name
 
 
+@pytest.mark.parametrize("landmarks", verbs.HELD_WARPS)
+def test_the_inverse_in_registers_is_that_in_scratch(landmarks):
+    """Where values are half precision; float32 takes the scratch, held to the reference above."""
+    q, k, bv = qkv(batch=2, heads=2, queries=landmarks - 3, channels=32, device=DEVICE)
+    scratch, held = (
+        verbs.solve(q, k, bv, bv.to(dtype), None, None, None, 6, 0.2)
+        for dtype in (torch.float32, torch.float16)
+    )
+    # Products of parts lose some 2^-21 each, and the inverse amplifies by up to 21 in six steps.
+    assert relative_error(held, scratch) < 1e-4
+
+
 def test_more_heads_than_programs(monkeypatch):
     monkeypatch.setattr(verbs, "PROGRAMS", 2)
     q, k, v = qkv(batch=2, heads=3, queries=40, device=DEVICE)

@@ -1,7 +1,8 @@
 """The verbs of Nyström attention that are its own, in Triton: landmarks, and the iterated inverse.
 
 One program does all of a head's work on matrices of landmarks by landmarks: products of F × F
-float32 matrices in a scratch of its own, small enough to stay in the caches, one after the other.
+float32 matrices, one after the other, in registers where the forward has room for them, else in a
+scratch of its own that is small enough to stay in the caches.
 F is the landmarks padded with zeros to a power of two: zero rows and columns of A stay zero in Z.
 """
 
