@@ -91,8 +91,9 @@ def test_every_dtype_and_width(dtype, channels, masked):
 
 
 @pytest.mark.gpu
-# torch's own, when Inductor looks at a convolution.
+# torch's own, when Inductor looks at a convolution and at float32 products.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 def test_modules_take_it_and_compile_whole():
     q, k, v = qkv(queries=300, channels=64, device="cuda", requires_grad=True)
     mask = torch.rand(2, 300, device="cuda") < 0.6

@@ -1,6 +1,7 @@
 """The CUDA ops without a GPU: what compilers are told of them, and how kernels are launched."""
 
 import ctypes
+import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from longspan.attention import nvrtc, tape
 # Of the forward, after the inputs; of the backward, after the inputs, and after what is kept.
 OPTIONS = {
     "window": ((None, 5, 1.0), (None,), (5, 1.0)),
-    "nystrom": ((None, 8, 6, False, 1.0), (None,), (6, False, 1.0)),
+    "nystrom": ((None, 8, 6, False, 1.0, True), (None,), (6, False, 1.0)),
     "linformer": ((None, 1.0), (None,), (1.0, True)),
     "yoso_expectation": ((8, True), (), (8, False, True)),
     "yoso": ((None, None, 3, None, 4, 8, True, True), (None,), (None, 3, 8, 4, True, False, False)),
@@ -36,6 +37,21 @@ def test_gradients_are_like_what_they_are_of(name, dtype):
         assert (y.shape, y.dtype) == (g.shape, dtype)
         found = [(x.shape, x.dtype, x.device) for x in grads]
         assert found == [(x.shape, x.dtype, x.device) for x in inputs]
+
+
+@pytest.mark.parametrize("name", ["nystrom", "linformer", "yoso"])
+def test_inference_makes_the_output_alone(name):
+    kernels = importlib.import_module(f"longspan.attention.{name}.kernels")
+    options = {
+        "nystrom": (None, 8, 6, "exact", None),
+        "linformer": (None, None),
+        "yoso": (None, 4, 8, "gaussian", "surrogate", 4, True, 3),
+    }
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 3, 40, 16, device="cuda") for _ in range(3))
+        projections = [torch.empty(8, 40, device="cuda")] * (2 if name == "linformer" else 0)
+        y = getattr(kernels, name)(q, k, v, *projections, *options[name])
+        assert y.shape == v.shape
 
 
 class Driver:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def nystrom(forward, backward, q, k, v):
-    y, *saved = forward(q, k, v, None, 4, 1, False, 0.3)
+    y, *saved = forward(q, k, v, None, 4, 1, False, 0.3, True)
     return y, *backward(y, q, k, v, None, y, *saved, 1, False, 0.3)
 
 

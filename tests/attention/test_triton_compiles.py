@@ -55,7 +55,7 @@ if method == "yoso_expectation":
 elif method == "nystrom":
     from longspan.attention.nystrom import kernels
     for original in (False, True):
-        y, *saved = kernels.nystrom_forward(q, k, v, mask, few, 2, original, 0.1)
+        y, *saved = kernels.nystrom_forward(q, k, v, mask, few, 2, original, 0.1, True)
         kernels.nystrom_backward(v, q, k, v, mask, y, *saved, 2, original, 0.1)
 elif method == "linformer":
     from longspan.attention.linformer import kernels

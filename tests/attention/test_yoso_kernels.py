@@ -5,9 +5,9 @@ import torch
 from cases import qkv, relative_error
 
 import longspan
-from longspan.attention import nvrtc
+from longspan.attention import nvrtc, tape
 from longspan.attention.base import unit
-from longspan.attention.yoso import verbs
+from longspan.attention.yoso import kernels, verbs
 from longspan.attention.yoso.hashing import hash_codes, projections
 from longspan.attention.yoso.tables import apply_outer_sums
 
@@ -63,6 +63,49 @@ def test_rows_that_do_not_lie_on_words_are_copied():
         assert copy.data_ptr() % 16 == 0
         assert copy.is_contiguous()
         assert torch.equal(copy, x)
+
+
+class Unlaunched:
+    """Stands for a kernel: notes that it was launched."""
+
+    def again(self, grid, arguments):
+        return lambda bases, addresses: None
+
+
+@pytest.mark.parametrize("tokens", [8192, 32768, 131072])
+def test_memory_of_both_passes(tokens, monkeypatch):
+    """Above inputs and outputs: a forward takes up to 3 times the memory of v, both passes 8."""
+    pytest.importorskip("triton", reason="needs triton, from the extra [cuda]")
+
+    def launcher(*_, **__):
+        return lambda name, grid, block, *arguments: tape.note(Unlaunched(), grid, arguments)
+
+    for name in ("_tables", "_hash", "_codes", "_launch_rows", "_outer"):
+        monkeypatch.setattr(verbs, name, launcher)
+    q, k, v = (torch.empty(1, 1, tokens, 64, dtype=torch.bfloat16) for _ in range(3))
+
+    def record(run, *arguments):
+        given = [x for x in arguments if isinstance(x, torch.Tensor)]
+        with tape.Recorder() as recorder:
+            results = run(*arguments)
+        return results, tape.Tape(recorder, given, results).scratch
+
+    def size(tensors):
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+    options = 32, 8, True
+    _, scratch = record(
+        kernels.yoso_forward.__wrapped__, q, k, v, None, None, 5, None, *options, False
+    )
+    assert scratch <= 3 * size([v])
+    (y, *saved), _ = record(
+        kernels.yoso_forward.__wrapped__, q, k, v, None, None, 5, None, *options, True
+    )
+    inputs = torch.empty_like(v), q, k, v, None, y, *saved
+    _, scratch = record(
+        kernels.yoso_backward.__wrapped__, *inputs, None, 5, 8, 32, True, False, False
+    )
+    assert size(saved) + scratch <= 8 * size([v])
 
 
 @pytest.fixture
@@ -324,6 +367,26 @@ def test_the_same_bits(asked):
     for run in runs[1:]:
         same = [torch.equal(a, b) for a, b in zip(run, runs[0], strict=True)]
         assert all(same if asked else same[:2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hash_bits", [8, 12], ids=["tables", "walked"])
+def test_call_after_call_without_a_pause(hash_bits):
+    """Memory of one call is that of the next before its kernels are done."""
+    sets = [qkv(queries=2000, dtype=torch.bfloat16, device="cuda", seed=i) for i in range(3)]
+    sets = [[x.requires_grad_() for x in inputs] for inputs in sets]
+
+    def call(inputs):
+        y = longspan.yoso(*inputs, seed=5, hash_bits=hash_bits, impl="fused")
+        return y, *torch.autograd.grad(y, inputs[2:], torch.ones_like(y))
+
+    first = []
+    for inputs in sets:
+        first.append(call(inputs))
+        torch.cuda.synchronize()
+    for _ in range(20):
+        for results, wanted in zip([call(inputs) for inputs in sets], first, strict=True):
+            assert all(map(torch.equal, results, wanted))
 
 
 @pytest.mark.gpu

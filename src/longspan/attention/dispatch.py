@@ -70,6 +70,11 @@ def why_not_these(name: str, q: Tensor, v: Tensor, most: int) -> list[str]:
     return []
 
 
+def learns(*inputs: Tensor) -> bool:
+    """Whether a gradient may be asked of what is made of these."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+
+
 def nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The output for an empty batch: nothing to launch, and still a function of all three."""
     return (q.sum() + k.sum()) * v.new_zeros(0, q.shape[1], q.shape[2], 1) * v.sum(2, True)

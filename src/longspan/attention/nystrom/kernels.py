@@ -48,8 +48,11 @@ def nystrom(
     if q.shape[0] == 0:
         return dispatch.nothing(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    original = init == "original"
-    return _Fused.apply(q, k, v, key_mask, num_landmarks, num_iterations, original, scale)
+    inputs = q, k, v, key_mask, num_landmarks, num_iterations, init == "original", scale
+    if dispatch.learns(q, k, v):
+        return _Fused.apply(*inputs)
+    (y,) = torch.ops.longspan.nystrom_forward(*inputs, False)
+    return y
 
 
 class _Fused(torch.autograd.Function):
@@ -68,7 +71,7 @@ class _Fused(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         y, *saved = torch.ops.longspan.nystrom_forward(
-            q, k, v, key_mask, num_landmarks, num_iterations, original, scale
+            q, k, v, key_mask, num_landmarks, num_iterations, original, scale, True
         )
         ctx.save_for_backward(q, k, v, key_mask, y, *saved)
         ctx.options = num_iterations, original, scale
@@ -90,6 +93,11 @@ class Segments:
     there: Tensor | None = None  # (B, F), which hold a token
     segment: Tensor | None = None  # (B, N) int32, −1 where masked
     sizes: Tensor | None = None  # (B, F)
+
+    @property
+    def cut(self) -> tuple[Tensor, ...]:
+        """What `segment_means` is told of them; nothing of even ones."""
+        return () if self.mask is None or self.bounds is None else (self.mask, *self.bounds)
 
 
 def segments(mask: Tensor | None, batch: int, tokens: int, few: int, device: Any) -> Segments:
@@ -136,15 +144,16 @@ def nystrom_forward(
     num_iterations: int,
     original: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The output; q̃, k̃, B v and W in float32; log₂-sum-exp of both softmaxes; norms of A."""
+    keep: bool,
+) -> list[Tensor]:
+    """The output; if the backward is to follow, all that it needs to `keep`: q̃, k̃, B v and W in
+    float32; log₂-sum-exp of both softmaxes; norms of A."""
     from longspan.attention import few, tiles
     from longspan.attention.nystrom import triton as verbs
 
     q, k, v = (tiles.rows(x) for x in (q, k, v))
     cut = by_query, by_key = both_segments(q, k, key_mask, num_landmarks)
-    q_means = verbs.segment_means(q, by_query.mask, num_landmarks, by_query.bounds)
-    k_means = verbs.segment_means(k, by_key.mask, num_landmarks, by_key.bounds)
+    q_means, k_means = verbs.segment_means(q, k, num_landmarks, by_query.cut, by_key.cut)
     bv, b_lse = few.read_many(k, v, q_means, by_key.mask, scale)
     norms = bv.new_empty(0)
     if num_landmarks > IN_ONE_PROGRAM:
@@ -158,7 +167,7 @@ def nystrom_forward(
         given = norms.amax().expand_as(norms).contiguous() if original else None
         w = verbs.solve(q_means, k_means, bv, v, lengths(cut), first, given, num_iterations, scale)
     y, f_lse = few.read_few(q, k_means, w, by_key.there, scale)
-    return y, q_means, k_means, bv, w, f_lse, b_lse, norms
+    return [y, q_means, k_means, bv, w, f_lse, b_lse, norms] if keep else [y]
 
 
 @ops.fake(nystrom_forward)
@@ -171,17 +180,21 @@ def _(
     num_iterations: int,
     original: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    keep: bool,
+) -> list[Tensor]:
     batch, heads, queries, channels = q.shape
     width = v.shape[3]
+    y = v.new_empty((batch, heads, queries, width))
+    if not keep:
+        return [y]
 
     def wide(*shape: int) -> Tensor:
         return q.new_empty(shape, dtype=torch.float32)
 
     small = batch, heads, num_landmarks
     from_kernel = original and num_landmarks <= 128
-    return (
-        v.new_empty((batch, heads, queries, width)),
+    return [
+        y,
         wide(*small, channels),
         wide(*small, channels),
         wide(*small, width),
@@ -189,7 +202,7 @@ def _(
         wide(batch, heads, queries),
         wide(*small),
         wide(batch, heads) if from_kernel else wide(0),
-    )
+    ]
 
 
 @ops.op

@@ -6,6 +6,8 @@ scratch of its own that is small enough to stay in the caches.
 F is the landmarks padded with zeros to a power of two: zero rows and columns of A stay zero in Z.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -28,25 +30,34 @@ def _sizes(length, j, few):
 
 @Kernel
 def _segment_means(
-    x, mask, first, last, length, out, heads, tokens, few, stride_b, stride_h, stride_n,
-    MASKED: tl.constexpr, UNEVEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
+    q, k, q_mask, k_mask, q_first, k_first, q_last, k_last, q_length, k_length, q_out, k_out,
+    groups, heads, queries, keys, few, q_b, q_h, q_n, k_b, k_h, k_n,
+    UNEVEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    bh = (tl.program_id(0) // few).to(tl.int64)
-    j = (tl.program_id(0) % few).to(tl.int64)
+    """Queries first, then keys; a program a segment."""
+    at = tl.program_id(0)
+    x, mask, first, last, length, out = q, q_mask, q_first, q_last, q_length, q_out
+    tokens, stride_b, stride_h, stride_n = queries, q_b, q_h, q_n
+    if at >= groups * few:
+        at -= groups * few
+        x, mask, first, last, length, out = k, k_mask, k_first, k_last, k_length, k_out
+        tokens, stride_b, stride_h, stride_n = keys, k_b, k_h, k_n
+    bh, j = (at // few).to(tl.int64), at % few
     if UNEVEN:
         begin = tl.load(first + bh // heads * few + j).to(tl.int32)
         end = tl.load(last + bh // heads * few + j).to(tl.int32)
         size = _sizes(tl.load(length + bh // heads), j, few)
-    else:
-        begin = ((j * tokens + few - 1) // few).to(tl.int32)
-        end = (((j + 1) * tokens + few - 1) // few).to(tl.int32)
+    else:  # from ⌈j tokens / few⌉ on, in 32 bits
+        each, over = tokens // few, tokens % few
+        begin = j * each + (j * over + few - 1) // few
+        end = (j + 1) * each + ((j + 1) * over + few - 1) // few
         size = end - begin
     x += bh // heads * stride_b + bh % heads * stride_h + begin.to(tl.int64) * stride_n
     r = tl.arange(0, R)
     total = tl.zeros((R, DP), tl.float32)
     for start in range(begin, end, R):
         there = start + r < end
-        if MASKED:
+        if UNEVEN:
             there &= tl.load(mask + bh // heads * tokens + start + r, mask=there, other=0) != 0
         total += load_rows(x, r, stride_n, there, D, DP).to(tl.float32)
         x += R * stride_n
@@ -56,21 +67,26 @@ def _segment_means(
 
 
 def segment_means(
-    x: Tensor, mask: Tensor | None, few: int, bounds: tuple[Tensor, Tensor, Tensor] | None
-) -> Tensor:
-    """Means (B, H, F, D) in float32 over the runs of tokens of `bounds`, or over even ones.
+    q: Tensor, k: Tensor, few: int, q_cut: Sequence[Tensor] = (), k_cut: Sequence[Tensor] = ()
+) -> tuple[Tensor, Tensor]:
+    """Means (B, H, F, D) in float32 of queries and of keys, over even runs or as they are cut.
 
-    `bounds`: first tokens and last plus one (B, F), valid tokens (B,).
+    A cut: mask (B, N), first tokens and last plus one (B, F), valid tokens (B,).
     """
-    batch, heads, tokens, channels = x.shape
-    out = torch.empty(batch, heads, few, channels, dtype=torch.float32, device=x.device)
-    size = min(padded(cdiv(tokens, few)), 64)
-    _segment_means[(batch * heads * few,)](
-        x, x if mask is None else mask, *(bounds or (x, x, x)), out, heads, tokens, few,
-        *x.stride()[:3], MASKED=mask is not None, UNEVEN=bounds is not None,
-        D=channels, DP=padded(channels), R=size, num_warps=2,
+    (batch, heads, queries, channels), keys = q.shape, k.shape[2]
+    shape, sides = (
+        (batch, heads, few, channels),
+        zip(q_cut or [q] * 4, k_cut or [k] * 4, strict=True),
+    )
+    q_out, k_out = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    size = min(padded(cdiv(max(queries, keys), few)), 64)
+    _segment_means[(2 * batch * heads * few,)](
+        q, k, *(x for both in sides for x in both), q_out, k_out,
+        batch * heads, heads, queries, keys, few,
+        *q.stride()[:3], *k.stride()[:3], UNEVEN=len(q_cut) > 0,
+        D=channels, DP=padded(channels), R=size, num_warps=4 if size == 64 else 2,
     )  # fmt: skip
-    return out
+    return q_out, k_out
 
 
 @triton.jit

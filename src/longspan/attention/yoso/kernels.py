@@ -55,7 +55,7 @@ def yoso(
     place, number = (seed.to(q.device), 0) if isinstance(seed, Tensor) else (None, seed)
     v = F.pad(v, (0, -width % 8)) if width % 8 else v  # rows of whole 16-byte words
     inputs = q, k, v, key_mask, place, number, planes, num_hashes, hash_bits, normalize
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+    if dispatch.learns(q, k, v):
         y = _Fused.apply(*inputs, backward_hashes, gradient == "true")
     else:
         (y,) = torch.ops.longspan.yoso_forward(*inputs, False)
@@ -206,33 +206,23 @@ def yoso_backward(
     k_lists = verbs.Lists(k_order, k_first, k_most)
     q, k, v, g = (verbs.aligned(x.contiguous()) for x in (q, k, v, g))
     key_mask = None if key_mask is None else key_mask.contiguous()
+    q_lists = verbs.bucket_lists(q_hash, None, bits)
     fast = v.dtype == torch.bfloat16 and max(q.shape[3], v.shape[3]) <= 128
     if fast and not true and not ordered:
-        g, scales = verbs.measure(g, (y, inverse) if normalize else None, v, key_mask)
+        unit = (y, inverse) if normalize else None
+        g, scales, rows = verbs.measure(g, unit, v, key_mask, -(-q.shape[3] // 8) * 8)
         scale = hash_bits / 2 / backward_hashes
         return verbs.surrogate(
-            q,
-            k,
-            v,
-            g,
-            key_mask,
-            scales,
-            q_hash,
-            q_token,
-            k_token,
-            k_lists,
-            bits,
-            scale,
-            backward_hashes,
-        )
+            q, k, v, g, key_mask, scales, rows, q_token, k_token, q_lists, k_lists,
+            bits, scale, backward_hashes,
+        )  # fmt: skip
     if normalize:
         g = triton.through_unit(g, y, inverse)
-    lists = verbs.bucket_lists(q_hash, None, bits), k_lists
-    dv, _ = verbs.collide(lists[0], g, k_token, key_mask, bits, normalize=False)
+    dv, _ = verbs.collide(q_lists, g, k_token, key_mask, bits, normalize=False)
     if true:
         scale = hash_bits / backward_hashes
         dq, dk = verbs.true_gradient(
-            q, k, v, g, key_mask, q_hash, k_token, *lists, bits, scale, backward_hashes,
+            q, k, v, g, key_mask, q_hash, k_token, q_lists, k_lists, bits, scale, backward_hashes,
             number if place is None else place,
         )  # fmt: skip
     else:
@@ -242,7 +232,7 @@ def yoso_backward(
         scale = hash_bits / 2 / backward_hashes
         dq, dk = triton.outer_sums(
             q.to(dtype), k.to(dtype), v.to(dtype), g.to(dtype),
-            key_mask, *lists, scale, backward_hashes, room,
+            key_mask, q_lists, k_lists, scale, backward_hashes, room,
         )  # fmt: skip
     return dq.to(q.dtype), dk.to(k.dtype), dv
 

@@ -225,24 +225,33 @@ class Scales(NamedTuple):
 
 
 def measure(
-    g: Tensor, unit: tuple[Tensor, Tensor] | None, v: Tensor, key_mask: Tensor | None
-) -> tuple[Tensor, Scales]:
-    """g taken through unit vectors and their 1/norms, if given; its norms, and those of v."""
-    batch, heads, queries, width = g.shape
-    keys = v.shape[2]
+    g: Tensor,
+    unit: tuple[Tensor, Tensor] | None,
+    v: Tensor,
+    key_mask: Tensor | None,
+    channels: int,
+) -> tuple[Tensor, Scales, tuple[Tensor, Tensor]]:
+    """g taken through unit vectors and their 1/norms, if given; its norms, and those of v.
+
+    Also rows for `surrogate`, with queries and keys of so many channels: the first half of each.
+    """
+    (batch, heads, queries, width), keys = g.shape, v.shape[2]
     new = functools.partial(torch.empty, dtype=torch.float32, device=g.device)
-    g_norms, v_norms = new(batch, heads, queries), new(batch, heads, keys)
-    totals = new(2, batch, heads)
+    scales = Scales(new(batch, heads, queries), new(batch, heads, keys), new(2, batch, heads))
+    columns = _columns(channels, width)
+    q_rows, k_rows = (
+        torch.empty(batch, heads, n, 2 * columns, dtype=torch.float16, device=g.device)
+        for n in (queries, keys)
+    )
     y, inverse = unit or (None, None)
     out = g if unit is None else torch.empty_like(g)
-    launch = _launch_rows(8, width)
+    launch, groups = _launch_rows(channels, width), batch * heads
     launch(
-        "measure", _row_blocks(g, v, 8, width), 256, g, y, inverse, out, v, key_mask, g_norms,
-        v_norms, batch * heads, heads, queries, keys,
+        "measure", _row_blocks(g, v, columns), 256, g, y, inverse, out, v, key_mask,
+        scales.g, scales.v, q_rows, k_rows, groups, heads, queries, keys,
     )  # fmt: skip
-    groups = batch * heads
-    launch("total", 2 * groups, 1024, g_norms, v_norms, totals, groups, queries, keys)
-    return out, Scales(g_norms, v_norms, totals)
+    launch("total", 2 * groups, 1024, *scales, groups, queries, keys)
+    return out, scales, (q_rows, k_rows)
 
 
 def surrogate(
@@ -252,9 +261,10 @@ def surrogate(
     g: Tensor,
     key_mask: Tensor | None,
     scales: Scales,
-    q_hash: Tensor,
+    rows: tuple[Tensor, Tensor],
     q_token: Tensor,
     k_token: Tensor,
+    q_lists: Lists,
     k_lists: Lists,
     bits: int,
     scale: float,
@@ -270,45 +280,46 @@ def surrogate(
     if channels % 8:  # rows of whole 16-byte words
         q, k = (F.pad(x, (0, -channels % 8)) for x in (q, k))
     (batch, heads, queries, padded), keys, hashes = q.shape, k.shape[2], k_token.shape[3]
-    q_lists = bucket_lists(q_hash, None, bits)
     sparse = is_sparse(max(queries, keys), bits)
-    if not sparse:  # first, so that its tables are gone when the rows below are made
+    if not sparse:
         dv, _ = collide(q_lists, g, k_token, key_mask, bits, normalize=False)
     (q_order, q_first, q_most), (k_order, k_first, k_most) = q_lists, k_lists
     if q_order.dtype != k_order.dtype:
         q_order, k_order = q_order.to(torch.uint32), k_order.to(torch.uint32)
     columns, room = _columns(padded, width), FLOAT16_ROOM / used
-    new = functools.partial(torch.empty, dtype=torch.float16, device=q.device)
-    q_rows, k_rows = (new(batch, heads, n, 2 * columns) for n in (queries, keys))
-    q_sums, k_sums = (new(batch, heads, n, columns) for n in (queries, keys))
-    rows, blocks = _launch_rows(padded, width), _row_blocks(q, k, padded, width)
-    sizes = batch * heads, queries, keys
-    rows(
-        "pair_rows", blocks, 256, g, q, v, k, *scales, q_rows, k_rows, q_sums, k_sums, *sizes, room
+    q_sums, k_sums = (
+        torch.empty(batch, heads, n, columns, dtype=torch.float16, device=q.device)
+        for n in (queries, keys)
     )
+    launch, blocks = _launch_rows(padded, width), _row_blocks(q, k, columns)
+    sizes = batch * heads, queries, keys
+    launch("pair_rows", blocks, 256, q, k, *scales, *rows, q_sums, k_sums, *sizes, room)
     # A warp walks a run of buckets: not too many tokens, so that all parts of the GPU end together.
     lists, run, each, most = batch * heads * used, 32, 1, max(queries, keys)
     while run > 2 and (most * run > 1024 << bits or lists << bits < run * MANY_RUNS):
         run //= 2
     runs = lists * -(-(1 << bits) // run)
     few = FEW_ROWS[most >= 32 << bits]
-    launch = _outer(columns, q_order.dtype, few)
+    outer = _outer(columns, q_order.dtype, few)
     arguments = (
-        q_rows, k_rows, q_order, k_order, q_first, k_first, q_sums, k_sums,
+        *rows, q_order, k_order, q_first, k_first, q_sums, k_sums,
         queries, keys, hashes, used, 1 << bits, run,
     )  # fmt: skip
-    in_pairs = columns == 64 and not sparse
-    if in_pairs:
-        launch("outer_pairs", runs, 32, *arguments)
+    in_pairs = columns == 64 and not sparse and most < 4 * few << bits
     light = (few, few) if in_pairs else (0, 0)
     if sparse:
         light, each = (MOST_ROWS, 1 << 30), 16
     elif in_pairs and most <= few // 2 << bits:
         each = 4
-    if each > 1:  # little or nothing to do: a warp looks through many buckets
-        runs = lists * -(-(1 << bits) // (run * each))
-    threads = 32 if columns == 64 else 128
-    launch("outer_tables", 2 * runs, threads, *arguments, each, q_most, k_most, *light)
+    # Where little or nothing is left to tables, a warp looks through many buckets.
+    tables = 2 * lists * -(-(1 << bits) // (run * each))
+    large = each, q_most, k_most, *light
+    if in_pairs and most <= few << bits:
+        outer("outer_both", tables + runs, 32, *arguments, *large, tables)
+    else:
+        if in_pairs:
+            outer("outer_pairs", runs, 32, *arguments)
+        outer("outer_tables", tables, 32 if columns == 64 else 128, *arguments, *large)
     fits = padded == columns
     dq, dk = (
         s.view(x.dtype) if fits else torch.empty_like(x) for s, x in ((q_sums, q), (k_sums, k))
@@ -320,11 +331,11 @@ def surrogate(
         blocks = -(-batch * heads * queries // each) + -(-batch * heads * keys // each)
         _launch_walk(padded, v, bits, q_order)(
             "walk_outer", blocks, 128, q_token, k_token, q_order, k_order, q_first,
-            k_first, q, k, q_rows, k_rows, *scales, q_sums, k_sums, heavy, key_mask, dq, dk, dv,
+            k_first, q, k, *rows, *scales, q_sums, k_sums, heavy, key_mask, dq, dk, dv,
             batch * heads, heads, hashes, used, queries, keys, scale,
         )  # fmt: skip
     else:
-        rows("finish", blocks, 256, q_sums, k_sums, q, k, *scales, dq, dk, *sizes, scale)
+        launch("finish", blocks, 256, q_sums, k_sums, q, k, *scales, dq, dk, *sizes, scale)
     return dq[..., :channels].contiguous(), dk[..., :channels].contiguous(), dv
 
 
@@ -372,10 +383,10 @@ def _columns(channels: int, width: int) -> int:
     return 64 if max(channels, width) <= 64 else 128
 
 
-def _row_blocks(a: Tensor, b: Tensor, channels: int, width: int) -> int:
+def _row_blocks(a: Tensor, b: Tensor, columns: int) -> int:
     """Blocks of rows.cu for the rows of a and b."""
     rows = a.shape[0] * a.shape[1] * (a.shape[2] + b.shape[2])
-    return -(-rows * _columns(channels, width) // 8 // 256)
+    return -(-rows * columns // 8 // 256)
 
 
 def _table_dtype(x: Tensor) -> torch.dtype:

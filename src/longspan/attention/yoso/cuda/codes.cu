@@ -8,6 +8,30 @@
 constexpr int DIGIT = 256, PASSES = BITS > 8 ? 2 : 1;  // radix sort of codes by bytes
 constexpr int THREADS = 512, WARPS = THREADS / 32;
 
+// N codes of neighbouring tokens from i on, of n in all: NONE for what is beyond, or hidden by a mask.
+// Those that lie on `aligned` words are read at once.
+template <int N, uint32_t NONE>
+__device__ inline void load_codes(const Code* codes, const bool* mask, int i, int n, bool aligned,
+                                  uint32_t* code) {
+  constexpr int EACH = 4 / sizeof(Code);
+  if (aligned && i + N <= n) {
+    uint32_t word[N / EACH];
+    if constexpr (N / EACH == 1) word[0] = *(const uint32_t*)(codes + i);
+    else *(uint4*)word = *(const uint4*)(codes + i);
+#pragma unroll
+    for (int u = 0; u < N; u++)
+      code[u] = word[u / EACH] >> u % EACH * (32 / EACH) & (EACH == 4 ? 0xff : 0xffff);
+  } else {
+#pragma unroll
+    for (int u = 0; u < N; u++) code[u] = i + u < n ? codes[i + u] : NONE;
+  }
+  if (mask) {
+#pragma unroll
+    for (int u = 0; u < N; u++)
+      if (i + u < n && !mask[i + u]) code[u] = NONE;
+  }
+}
+
 // How many tokens of this warp had the digit before this lane's. One step for all lanes: with PASSES
 // of two the order of equal digits must be that of the lanes; else any order that is always the same
 // will do, and the hardware's order of additions to one warp's own counters is.
@@ -27,27 +51,37 @@ __device__ inline uint32_t take_rank(uint16_t* count, uint32_t digit) {
   }
 }
 
-// Tokens of one (head, hash) in the order of their codes; the first of every bucket in `first`.
-// Order within a bucket depends on nothing but the codes: every run adds in the same order.
+// Tokens of one (head, hash) in the order of their codes, how many there are; the first of every bucket
+// in `first`, and the tokens of the fullest, if that is more. Order within a bucket depends on nothing
+// but the codes: every run adds in the same order.
 template <int PER>
-__device__ void sort(const Code* codes, const bool* mask, int n, uint16_t* to,
-                     uint16_t* between, uint32_t* first, uint16_t (*count)[DIGIT]) {
+__device__ int sort(const Code* codes, const bool* mask, int n, uint16_t* to, uint16_t* between,
+                    uint32_t* first, uint32_t* fullest, uint16_t (*count)[DIGIT]) {
   __shared__ uint32_t start[DIGIT];
   __shared__ uint32_t warp_total[WARPS];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int tokens = n;
   for (int pass = 0; pass < PASSES; pass++) {
     uint16_t* out = pass == PASSES - 1 ? to : between;
-    // A warp takes neighbouring tokens, `rounds` of a lane: their digits and ranks stay here.
-    const int rounds = (tokens + THREADS - 1) / THREADS, begin = warp * 32 * rounds + lane;
+    // A warp takes neighbouring tokens, `rounds` of a lane: their digits and ranks stay here. Where the
+    // order of equal digits does not matter, a lane takes four neighbours at a time.
+    constexpr int FOUR = PASSES == 1 ? 4 : 1;
+    const int rounds = (tokens + FOUR * THREADS - 1) / (FOUR * THREADS) * FOUR;
+    auto token_of = [&](int u) {
+      return warp * 32 * rounds + u / FOUR * (32 * FOUR) + lane * FOUR + u % FOUR;
+    };
     uint32_t held[PER];
 #pragma unroll
-    for (int u = 0; u < PER; u++) {
+    for (int u = 0; u < PER; u += FOUR) {
       if (u >= rounds) break;
-      const int i = begin + u * 32;
-      const bool there = i < tokens && !(pass == 0 && mask && !mask[i]);
-      const int token = there && pass > 0 ? between[i] : i;
-      held[u] = there ? (uint32_t)codes[token] >> 8 * pass & (DIGIT - 1) : DIGIT;
+      const int i = token_of(u);
+      if constexpr (PASSES == 1) {
+        load_codes<4, DIGIT>(codes, mask, i, tokens, (uint64_t)codes % 4 == 0, held + u);
+      } else {
+        const bool there = i < tokens && !(pass == 0 && mask && !mask[i]);
+        const int token = there && pass > 0 ? between[i] : i;
+        held[u] = there ? (uint32_t)codes[token] >> 8 * pass & (DIGIT - 1) : DIGIT;
+      }
     }
     for (int i = threadIdx.x; i < WARPS * DIGIT / 2; i += THREADS) ((uint32_t*)count)[i] = 0;
     __syncthreads();
@@ -82,7 +116,7 @@ __device__ void sort(const Code* codes, const bool* mask, int n, uint16_t* to,
     for (int u = 0; u < PER; u++) {
       if (u >= rounds) break;
       const uint32_t digit = held[u] & 0xffff;
-      const int i = begin + u * 32;
+      const int i = token_of(u);
       if (digit < DIGIT)
         out[start[digit] + count[warp][digit] + (held[u] >> 16)] = pass ? between[i] : i;
     }
@@ -90,34 +124,41 @@ __device__ void sort(const Code* codes, const bool* mask, int n, uint16_t* to,
     for (int w = 0; w < DIGIT / 32; w++) tokens += warp_total[w];
     __syncthreads();
   }
+  uint32_t most = 0;
   if constexpr (PASSES == 1) {
-    for (int c = threadIdx.x; c <= BUCKETS; c += THREADS)
+    for (int c = threadIdx.x; c <= BUCKETS; c += THREADS) {
       first[c] = c < BUCKETS ? start[c] : tokens;
+      if (c < BUCKETS) most = max(most, (c + 1 < BUCKETS ? start[c + 1] : tokens) - start[c]);
+    }
   } else {
     for (int i = threadIdx.x; i <= tokens; i += THREADS) {
       const int here = i < tokens ? codes[to[i]] : BUCKETS;
       for (int c = i ? codes[to[i - 1]] + 1 : 0; c <= here; c++) first[c] = i;
     }
+    __syncthreads();
+    for (int c = threadIdx.x; c < BUCKETS; c += THREADS) most = max(most, first[c + 1] - first[c]);
   }
+  atomicMax(fullest, __reduce_max_sync(~0u, most));
   __syncthreads();
+  return tokens;
 }
 
 // The same where all buckets are small: a count a bucket, places in them by additions in any order, and
-// then the tokens of each bucket sorted. False, and nothing done, where a bucket is not small.
+// then each token to its rank among those of its bucket. Less than none where a bucket is not small:
+// nothing is done then.
 template <int PER>
-__device__ bool sort_small(const Code* codes, const bool* mask, int n, uint16_t* to, uint32_t* first,
-                           uint16_t* count) {
+__device__ int sort_small(const Code* codes, const bool* mask, int n, uint16_t* to,
+                          uint16_t* between, uint32_t* first, uint32_t* fullest, uint16_t* count) {
   constexpr int EACH = (BUCKETS + THREADS - 1) / THREADS, SMALL = 32;
   __shared__ uint32_t warp_total[WARPS];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = threadIdx.x * EACH;
   for (int i = threadIdx.x; i < BUCKETS / 2; i += THREADS) ((uint32_t*)count)[i] = 0;
   __syncthreads();
+  const int begin = threadIdx.x * PER;  // a thread takes neighbouring tokens
   uint32_t held[PER];
 #pragma unroll
-  for (int u = 0; u < PER; u++) {
-    const int i = u * THREADS + threadIdx.x;
-    held[u] = i < n && !(mask && !mask[i]) ? codes[i] : 0xffff;
-  }
+  for (int u = 0; u < PER; u += 8)
+    load_codes<8, 0xffff>(codes, mask, begin + u, n, (uint64_t)codes % 16 == 0, held + u);
 #pragma unroll
   for (int u = 0; u < PER; u++) {
     if (held[u] == 0xffff) continue;
@@ -125,12 +166,12 @@ __device__ bool sort_small(const Code* codes, const bool* mask, int n, uint16_t*
     held[u] |= (atomicAdd((uint32_t*)count + held[u] / 2, 1u << shift) >> shift & 0xffff) << 16;
   }
   __syncthreads();
-  uint32_t total = 0, most = 0;
+  uint32_t own[EACH], total = 0, most = 0;
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
-    const uint32_t c = mine + i < BUCKETS ? count[mine + i] : 0;
-    total += c;
-    most = max(most, c);
+    own[i] = mine + i < BUCKETS ? count[mine + i] : 0;
+    total += own[i];
+    most = max(most, own[i]);
   }
   uint32_t at = total;
   for (int o = 1; o < 32; o *= 2) {
@@ -138,38 +179,38 @@ __device__ bool sort_small(const Code* codes, const bool* mask, int n, uint16_t*
     if (lane >= o) at += other;
   }
   if (lane == 31) warp_total[warp] = at;
-  if (__syncthreads_or(most > SMALL)) return false;
+  if (__syncthreads_or(most > SMALL)) return -1;
+  atomicMax(fullest, __reduce_max_sync(~0u, most));
   at -= total;
   uint32_t all = 0;
+#pragma unroll
   for (int w = 0; w < WARPS; w++) {
     if (w < warp) at += warp_total[w];
     all += warp_total[w];
   }
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
-    if (mine + i >= BUCKETS) break;
-    const uint32_t c = count[mine + i];
-    count[mine + i] = at;
-    first[mine + i] = at;
-    at += c;
+    if (mine + i < BUCKETS) count[mine + i] = at;
+    at += own[i];
   }
-  if (threadIdx.x == 0) first[BUCKETS] = all;
   __syncthreads();
+  for (int c = threadIdx.x; c <= BUCKETS; c += THREADS) first[c] = c < BUCKETS ? count[c] : all;
 #pragma unroll
   for (int u = 0; u < PER; u++)
-    if (held[u] != 0xffff) to[count[held[u] & 0xffff] + (held[u] >> 16)] = u * THREADS + threadIdx.x;
+    if (held[u] != 0xffff)
+      between[count[held[u] & 0xffff] + (held[u] >> 16)] = begin + u;
   __syncthreads();
-  for (int c = mine; c < min(mine + EACH, BUCKETS); c++) {
-    const int low = count[c], high = c + 1 < BUCKETS ? count[c + 1] : all;
-    for (int i = low + 1; i < high; i++) {
-      const uint16_t token = to[i];
-      int j = i;
-      for (; j > low && to[j - 1] > token; j--) to[j] = to[j - 1];
-      to[j] = token;
-    }
+#pragma unroll
+  for (int u = 0; u < PER; u++) {
+    if (held[u] == 0xffff) continue;
+    const uint32_t c = held[u] & 0xffff, token = begin + u;
+    const uint32_t low = count[c], high = c + 1 < BUCKETS ? (uint32_t)count[c + 1] : all;
+    uint32_t rank = low;
+    for (uint32_t i = low; i < high; i++) rank += between[i] < token;
+    to[rank] = token;
   }
   __syncthreads();
-  return true;
+  return all;
 }
 
 // One block a (head, hash) and run of `tile` tokens.
@@ -189,26 +230,23 @@ __device__ void run_bucket_lists(const Code* codes, const bool* mask, uint16_t* 
   codes += start;
   if (mask) mask += bhm / hashes / heads * n + from;
   if (threadIdx.x == 0) fullest = 0;
-  if (PASSES == 1 || BUCKETS > WARPS * DIGIT ||
-      !sort_small<PER>(codes, mask, tokens, near[0], first, count[0]))
-    sort<PER>(codes, mask, tokens, near[0], near[PASSES - 1], first, count);
-  for (uint32_t i = threadIdx.x; i < first[BUCKETS]; i += THREADS) list[start + i] = near[0][i];
-  if (tiles > 1) return;
-  uint32_t size = 0;
-  for (int c = threadIdx.x; c < BUCKETS; c += THREADS) size = max(size, first[c + 1] - first[c]);
-  atomicMax(&fullest, __reduce_max_sync(~0u, size));
-  __syncthreads();
-  if (threadIdx.x == 0) most[bhm] = fullest;
+  int kept = -1;
+  if constexpr (PASSES == 2 && BUCKETS <= WARPS * DIGIT)
+    kept = sort_small<PER>(codes, mask, tokens, near[0], near[1], first, &fullest, count[0]);
+  if (kept < 0)
+    kept = sort<PER>(codes, mask, tokens, near[0], near[PASSES - 1], first, &fullest, count);
+  for (int i = threadIdx.x; i < kept; i += THREADS) list[start + i] = near[0][i];
+  if (threadIdx.x == 0 && tiles == 1) most[bhm] = fullest;
 }
 
-#define BUCKET_LISTS(NAME, PER)                                                           \
-  extern "C" __global__ void __launch_bounds__(THREADS) NAME(                             \
+#define BUCKET_LISTS(NAME, PER, PER_SM)                                                   \
+  extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) NAME(                     \
       const Code* codes, const bool* mask, uint16_t* list, uint32_t* first, uint32_t* most, \
       int64_t heads, int64_t hashes, int64_t n, int64_t tile) {                           \
     run_bucket_lists<PER>(codes, mask, list, first, most, heads, hashes, n, tile);        \
   }
-BUCKET_LISTS(bucket_lists_4k, 4096 / THREADS)
-BUCKET_LISTS(bucket_lists, 16384 / PASSES / THREADS)
+BUCKET_LISTS(bucket_lists_4k, 4096 / THREADS, PASSES == 1 ? 4 : 3)
+BUCKET_LISTS(bucket_lists, 16384 / PASSES / THREADS, 2)
 
 // Places in the whole sequence, from those within its runs, for one (head, hash): of each bucket of
 // each run in `place` (BH, m, tiles, C), of each bucket in `whole` (BH, m, C + 1); first (BH, m, tiles,
@@ -263,9 +301,23 @@ __device__ void run_bucket_merge(const Code* codes, const uint16_t* from, const 
   const int64_t bhm = at / tiles, start = bhm * n + at % tiles * tile;
   first += at * (BUCKETS + 1);
   place += at * BUCKETS;
-  for (uint32_t i = threadIdx.x; i < first[BUCKETS]; i += THREADS) {
-    const uint32_t token = from[start + i], bucket = codes[start + token];
-    to[bhm * n + place[bucket] + i - first[bucket]] = (Index)(at % tiles * tile + token);
+  from += start;
+  codes += start;
+  to += bhm * n;
+  const Index offset = (Index)(at % tiles * tile);
+  const uint32_t count = first[BUCKETS];
+  constexpr int LOADS = 4;  // in flight
+  for (uint32_t i = threadIdx.x; i < count; i += LOADS * THREADS) {
+    uint32_t token[LOADS], bucket[LOADS], ahead[LOADS];
+#pragma unroll
+    for (int u = 0; u < LOADS; u++) token[u] = i + u * THREADS < count ? from[i + u * THREADS] : 0;
+#pragma unroll
+    for (int u = 0; u < LOADS; u++) bucket[u] = codes[token[u]];
+#pragma unroll
+    for (int u = 0; u < LOADS; u++) ahead[u] = place[bucket[u]] - first[bucket[u]];
+#pragma unroll
+    for (int u = 0; u < LOADS; u++)
+      if (i + u * THREADS < count) to[ahead[u] + i + u * THREADS] = offset + (Index)token[u];
   }
 }
 

@@ -57,10 +57,31 @@ struct Side {
   const char* rows;   // of the head
   const INDEX* list;  // of the hash
   const uint32_t* first;
-  __device__ Side(const char* rows, const INDEX* list, const uint32_t* first, int64_t n, int64_t bh,
-                  int64_t hash, int64_t buckets)
-      : rows(rows + bh * n * (4 * W)), list(list + hash * n), first(first + hash * (buckets + 1)) {}
 };
+
+// All there is: rows (BH, n, 2 W); lists (BH, m, n), the first place of each bucket (BH, m, C + 1); sums
+// (BH, n, W), columns in the order of the registers: 8 a + 2 b + c of every 32 hold what belongs to
+// 8 b + 2 a + c. Of the hashes, the first `used` count.
+struct Sides {
+  const char *q_rows, *k_rows;
+  const INDEX *q_list, *k_list;
+  const uint32_t *q_first, *k_first;
+  char *dq, *dk;
+  int64_t queries, keys, hashes, used, buckets;
+  __device__ Side q(int64_t bh, int64_t hash) const {
+    return {q_rows + bh * queries * (4 * W), q_list + hash * queries, q_first + hash * (buckets + 1)};
+  }
+  __device__ Side k(int64_t bh, int64_t hash) const {
+    return {k_rows + bh * keys * (4 * W), k_list + hash * keys, k_first + hash * (buckets + 1)};
+  }
+};
+
+#define SIDES                                                                                   \
+  const char *q_rows, const char *k_rows, const INDEX *q_list, const INDEX *k_list,             \
+      const uint32_t *q_first, const uint32_t *k_first, char *dq, char *dk, int64_t queries,    \
+      int64_t keys, int64_t hashes, int64_t used, int64_t buckets
+#define BOTH \
+  {q_rows, k_rows, q_list, k_list, q_first, k_first, dq, dk, queries, keys, hashes, used, buckets}
 
 constexpr int CHUNK = 32;                   // rows that a warp works on at a time
 constexpr int BLOCK = 64 * 64 / W;          // rows of a table that one warp holds in registers
@@ -78,36 +99,31 @@ __device__ inline void sync_block() {
 // Buckets with more than `own_above` tokens of the own side or `other_above` of the other: one block a
 // run of buckets and side, each of its warps some rows of the table. Side 0 builds Σ_j K_j v̂_jᵀ from
 // the keys and applies it to the queries, giving dQ; side 1 the other way round. The work is in
-// proportion to the tokens, whatever the size of a bucket.
-// rows (BH, n, 2 W); lists (BH, m, n), the first place of each bucket (BH, m, C + 1), the tokens of the
-// fullest (BH, m); sums (BH, n, W), columns in the order of the registers: 8 a + 2 b + c of every 32 hold
-// what belongs to 8 b + 2 a + c.
-extern "C" __global__ void __launch_bounds__(32 * BLOCKS, PER_SM / BLOCKS) outer_tables(
-    const char* q_rows, const char* k_rows, const INDEX* q_list, const INDEX* k_list,
-    const uint32_t* q_first, const uint32_t* k_first, char* dq, char* dk, int64_t queries,
-    int64_t keys, int64_t hashes, int64_t used, int64_t buckets, int64_t length, int64_t each,
-    const uint32_t* q_most, const uint32_t* k_most, int64_t own_above, int64_t other_above) {
-  __shared__ __align__(128) char memory[STAGES][SLOT];
+// proportion to the tokens, whatever the size of a bucket. A block looks through `each` runs of `length`
+// buckets; most (BH, m): the tokens of the fullest.
+__device__ void run_tables(char* memory, uint32_t task, const Sides& both, int64_t length, int64_t each,
+                           const uint32_t* q_most, const uint32_t* k_most, int64_t own_above,
+                           int64_t other_above) {
   __shared__ uint32_t edges[2][33];  // first places, of the own and of the other side
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int stretch = (int)(length * each);  // buckets, `each` runs of them
-  const uint32_t runs = (uint32_t)((buckets + stretch - 1) / stretch), task = blockIdx.x;
+  const uint32_t runs = (uint32_t)((both.buckets + stretch - 1) / stretch);
   // All hashes of a side one after another: what they read of a head stays in the L2 cache.
-  const uint32_t bhs = task / runs / (uint32_t)used, bh = bhs / 2;
+  const uint32_t bhs = task / runs / (uint32_t)both.used, bh = bhs / 2;
   const bool side = bhs % 2;
-  const int64_t hash = (int64_t)bh * hashes + task / runs % (uint32_t)used;
-  const Side q(q_rows, q_list, q_first, queries, bh, hash, buckets);
-  const Side k(k_rows, k_list, k_first, keys, bh, hash, buckets);
+  const int64_t hash = (int64_t)bh * both.hashes + task / runs % (uint32_t)both.used;
+  const Side q = both.q(bh, hash), k = both.k(bh, hash);
   if ((side ? q_most : k_most)[hash] <= own_above && (side ? k_most : q_most)[hash] <= other_above)
     return;  // no bucket of this hash is for this kernel
   const Side own = side ? q : k, other = side ? k : q;
-  char* out = (side ? dk + bh * keys * (2 * W) : dq + bh * queries * (2 * W)) + warp * 64 + t * 16;
-  const int begin = task % runs * stretch, end = min(begin + stretch, (int)buckets);
+  char* out = (side ? both.dk + bh * both.keys * (2 * W) : both.dq + bh * both.queries * (2 * W)) +
+              warp * 64 + t * 16;
+  const int begin = task % runs * stretch, end = min(begin + stretch, (int)both.buckets);
 #pragma unroll 1
   for (int run = begin; run < end; run += (int)length) {
     uint32_t live;  // buckets of the run that are still to come
     {
-      const int count = min((int)length, (int)buckets - run);
+      const int count = min((int)length, (int)both.buckets - run);
       sync_block();
       for (int i = threadIdx.x; i <= count; i += 32 * BLOCKS) {
         edges[0][i] = own.first[run + i];
@@ -273,6 +289,15 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCKS, PER_SM / BLOCKS) outer
   }
 }
 
+constexpr int TABLES_MEMORY = STAGES * SLOT;
+
+extern "C" __global__ void __launch_bounds__(32 * BLOCKS, PER_SM / BLOCKS)
+    outer_tables(SIDES, int64_t length, int64_t each, const uint32_t* q_most, const uint32_t* k_most,
+                 int64_t own_above, int64_t other_above) {
+  __shared__ __align__(128) char memory[TABLES_MEMORY];
+  run_tables(memory, blockIdx.x, BOTH, length, each, q_most, k_most, own_above, other_above);
+}
+
 #if W == 64
 // Buckets of up to LIGHT queries and keys: S = ĝ v̂ᵀ, dQ = S K, dK = Sᵀ Q; one warp a run of buckets.
 // Arguments as above.
@@ -350,28 +375,23 @@ __device__ inline void pairs(uint32_t shared, int at, const Bucket& bucket, char
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32, PER_SM) outer_pairs(
-    const char* q_rows, const char* k_rows, const INDEX* q_list, const INDEX* k_list,
-    const uint32_t* q_first, const uint32_t* k_first, char* dq, char* dk, int64_t queries,
-    int64_t keys, int64_t hashes, int64_t used, int64_t buckets, int64_t length) {
-  __shared__ __align__(128) char memory[RING * PAIR_SLOT];
+__device__ void run_pairs(char* memory, uint32_t task, const Sides& both, int64_t length) {
   const int lane = threadIdx.x, t = lane % 4;
-  const uint32_t runs = (uint32_t)((buckets + length - 1) / length);
-  const int run = blockIdx.x % runs * (int)length;
-  const uint32_t bhu = blockIdx.x / runs, bh = bhu / (uint32_t)used;
-  const int64_t hash = (int64_t)bh * hashes + bhu % (uint32_t)used;
-  const Side q(q_rows, q_list, q_first, queries, bh, hash, buckets);
-  const Side k(k_rows, k_list, k_first, keys, bh, hash, buckets);
+  const uint32_t runs = (uint32_t)((both.buckets + length - 1) / length);
+  const int run = task % runs * (int)length;
+  const uint32_t bhu = task / runs, bh = bhu / (uint32_t)both.used;
+  const int64_t hash = (int64_t)bh * both.hashes + bhu % (uint32_t)both.used;
+  const Side q = both.q(bh, hash), k = both.k(bh, hash);
   // A lane a bucket: where it begins and how many tokens it has.
-  const bool there = lane < length && run + lane < buckets;
+  const bool there = lane < length && run + lane < both.buckets;
   const int mine = run + lane;
   const uint32_t my_q = there ? q.first[mine] : 0, my_k = there ? k.first[mine] : 0;
   const int my_q_count = there ? q.first[mine + 1] - my_q : 0;
   const int my_k_count = there ? k.first[mine + 1] - my_k : 0;
   uint32_t live = __ballot_sync(
       ~0u, my_q_count > 0 && my_k_count > 0 && max(my_q_count, my_k_count) <= LIGHT);
-  dq += (int64_t)bh * queries * (2 * W) + t * 16;
-  dk += (int64_t)bh * keys * (2 * W) + t * 16;
+  char* dq = both.dq + (int64_t)bh * both.queries * (2 * W) + t * 16;
+  char* dk = both.dk + (int64_t)bh * both.keys * (2 * W) + t * 16;
   const uint32_t shared = (uint32_t)__cvta_generic_to_shared(memory);
 
   auto next = [&]() {  // the next bucket and its tokens; no slots at the end
@@ -439,5 +459,24 @@ extern "C" __global__ void __launch_bounds__(32, PER_SM) outer_pairs(
     soon = later;
     at = then;
   }
+}
+
+constexpr int PAIRS_MEMORY = RING * PAIR_SLOT;
+
+extern "C" __global__ void __launch_bounds__(32, PER_SM) outer_pairs(SIDES, int64_t length) {
+  __shared__ __align__(128) char memory[PAIRS_MEMORY];
+  run_pairs(memory, blockIdx.x, BOTH, length);
+}
+
+// Both in one launch, for where few buckets are left to tables: they take long and come first, and pairs
+// fill what they leave idle.
+extern "C" __global__ void __launch_bounds__(32, PER_SM)
+    outer_both(SIDES, int64_t length, int64_t each, const uint32_t* q_most, const uint32_t* k_most,
+               int64_t own_above, int64_t other_above, int64_t tables) {
+  __shared__ __align__(128) char memory[TABLES_MEMORY > PAIRS_MEMORY ? TABLES_MEMORY : PAIRS_MEMORY];
+  if (blockIdx.x < tables)
+    run_tables(memory, blockIdx.x, BOTH, length, each, q_most, k_most, own_above, other_above);
+  else
+    run_pairs(memory, blockIdx.x - (uint32_t)tables, BOTH, length);
 }
 #endif

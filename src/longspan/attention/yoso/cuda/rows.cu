@@ -35,11 +35,12 @@ __device__ inline void load8(const char* rows, int64_t row, int channels, bool t
 }
 
 // The gradient through the unit vector of y: g ← (g − (g·y) y) / norm, where `inverse` is given; norms
-// (B H, nq) of g and (B H, nk) of v, zero for masked keys.
+// (B H, nq) of g and (B H, nk) of v, zero for masked keys; and the first half of what outer.cu reads of a
+// token in float16, the unit vectors in [ĝ | q̂ |g| room/Σ|g|] or [v̂ | k̂ |v| room/Σ|v|].
 extern "C" __global__ void __launch_bounds__(256) measure(
     const char* g, const char* y, const float* inverse, char* g_out, const char* v,
-    const bool* mask, float* g_norms, float* v_norms, int64_t batch_heads, int64_t heads,
-    int64_t queries, int64_t keys) {
+    const bool* mask, float* g_norms, float* v_norms, char* q_rows, char* k_rows,
+    int64_t batch_heads, int64_t heads, int64_t queries, int64_t keys) {
   const Row row(batch_heads, queries, keys);
   const int lane = threadIdx.x % GROUP;
   bool there = row.there;
@@ -56,7 +57,11 @@ extern "C" __global__ void __launch_bounds__(256) measure(
     if (there && lane * 8 < E) store8<BF16>(g_out + row.at * (E * 2), lane, x);
   }
   const float norm = sqrtf(dot<GROUP>(x, x));
-  if (row.there && lane == 0) (row.key ? v_norms : g_norms)[row.at] = norm;
+#pragma unroll
+  for (int i = 0; i < 8; i++) x[i] *= inverse_of(norm);
+  if (!row.there) return;
+  if (lane == 0) (row.key ? v_norms : g_norms)[row.at] = norm;
+  store8<F16>((row.key ? k_rows : q_rows) + row.at * (4 * W), lane, x);
 }
 
 // Sums of the norms over the tokens of a head, (2, BH): a block each, always in the same order.
@@ -79,28 +84,22 @@ extern "C" __global__ void __launch_bounds__(1024) total(
   if (threadIdx.x == 0) totals[blockIdx.x] = sum;
 }
 
-// What outer.cu reads of a token, [ĝ | q̂ |g| room/Σ|g|] or [v̂ | k̂ |v| room/Σ|v|] in float16, and zeros
-// where it adds.
+// The second half of what outer.cu reads, and zeros where it adds.
 extern "C" __global__ void __launch_bounds__(256) pair_rows(
-    const char* g, const char* q, const char* v, const char* k, const float* g_norms,
-    const float* v_norms, const float* totals, char* q_rows, char* k_rows, char* q_sums,
-    char* k_sums, int64_t batch_heads, int64_t queries, int64_t keys, float room) {
+    const char* q, const char* k, const float* g_norms, const float* v_norms, const float* totals,
+    char* q_rows, char* k_rows, char* q_sums, char* k_sums, int64_t batch_heads, int64_t queries,
+    int64_t keys, float room) {
   const Row row(batch_heads, queries, keys);
   const int lane = threadIdx.x % GROUP;
   const float norm = row.there ? (row.key ? v_norms : g_norms)[row.at] : 0;
   const float total = totals[row.bh + (row.key ? batch_heads : 0)];
-  char* to = (row.key ? k_rows : q_rows) + row.at * (4 * W);
   float x[8];
-  load8(row.key ? v : g, row.at, E, row.there, x);
-#pragma unroll
-  for (int i = 0; i < 8; i++) x[i] *= inverse_of(norm);
-  if (row.there) store8<F16>(to, lane, x);
   load8(row.key ? k : q, row.at, D, row.there, x);
   const float factor = inverse_of(sqrtf(dot<GROUP>(x, x))) * norm * room * inverse_of(total);
 #pragma unroll
   for (int i = 0; i < 8; i++) x[i] *= factor;
   if (!row.there) return;
-  store8<F16>(to + 2 * W, lane, x);
+  store8<F16>((row.key ? k_rows : q_rows) + row.at * (4 * W) + 2 * W, lane, x);
   *((uint4*)((row.key ? k_sums : q_sums) + row.at * (2 * W)) + lane) = make_uint4(0, 0, 0, 0);
 }
 

@@ -65,17 +65,26 @@ template <int GROUP> __device__ inline float dot(const float (&a)[8], const floa
   return sum;
 }
 
-// The same of float16 rows: eight products of a lane in their own precision, the rest in float32.
-template <int GROUP> __device__ inline float dot16(const Row8<F16>& a, const Row8<F16>& b) {
+// The same of float16 rows, this lane's part of it: its eight products in their own precision.
+__device__ inline float dot16(const Row8<F16>& a, const Row8<F16>& b) {
   const uint32_t *x = (const uint32_t*)a.word, *y = (const uint32_t*)b.word;
-  float low, high, sum = 0;
+  uint32_t both = multiply2(x[0], y[0]);
 #pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    unpack(multiply_add2(x[i + 1], y[i + 1], multiply2(x[i], y[i])), low, high, F16);
-    sum += low + high;
-  }
-  for (int o = 1; o < GROUP; o *= 2) sum += __shfl_xor_sync(~0u, sum, o);
-  return sum;
+  for (int i = 1; i < 4; i++) both = multiply_add2(x[i], y[i], both);
+  float low, high;
+  unpack(both, low, high, F16);
+  return low + high;
+}
+
+// Four sums over the group, for all its lanes: each lane first adds up one of them.
+template <int GROUP> __device__ inline void sum4(float (&x)[4]) {
+  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+  const float a = __shfl_xor_sync(~0u, odd ? x[0] : x[2], 1) + (odd ? x[2] : x[0]);
+  const float b = __shfl_xor_sync(~0u, odd ? x[1] : x[3], 1) + (odd ? x[3] : x[1]);
+  float sum = __shfl_xor_sync(~0u, upper ? a : b, 2) + (upper ? b : a);
+  for (int o = 4; o < GROUP; o *= 2) sum += __shfl_xor_sync(~0u, sum, o);
+#pragma unroll
+  for (int i = 0; i < 4; i++) x[i] = __shfl_sync(~0u, sum, i / 2 + i % 2 * 2, GROUP);
 }
 
 __device__ inline float inverse_of(float norm) { return norm > 0 ? 1 / norm : 0; }

@@ -261,10 +261,13 @@ __device__ void walk_outer_side(const Side& s, const float* totals, const char* 
       // Four at a time in float16, as precise as the rows are, then on to float32.
       Row8<F16> part, v_part;
       part.clear(), v_part.clear();
+      float score[4];
+#pragma unroll
+      for (int u = 0; u < 4; u++) score[u] = dot16(own, a[u]);
+      sum4<LANES>(score);
 #pragma unroll
       for (int u = 0; u < 4; u++) {
-        const float score = dot16<LANES>(own, a[u]);
-        part.add_scaled(score, b[u]);
+        part.add_scaled(score[u], b[u]);
         if (KEY) v_part.add_scaled(size[u], a[u]);
       }
       part.add_to(sum);
