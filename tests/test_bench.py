@@ -240,6 +240,19 @@ def test_fused_rows_compare_equal_work_at_every_length(length, heads):
     }
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["nystrom fused", "linformer fused", "window fused"])
+def test_a_fused_call_can_be_timed_as_a_graph(name):
+    method = name.split()[0]
+    found = gpu_fused.calls(512, "forward+backward", [method])
+    _, call = found[name + gpu_fused.GRAPH]
+    call()  # captured
+    call()
+    torch.cuda.synchronize()
+    assert "softmax cuDNN" + gpu_fused.GRAPH in found
+    assert f"{method} reference" + gpu_fused.GRAPH not in found
+
+
 def test_the_peer_computes_what_nystrom_does():
     """Its init is the original one."""
     pytest.importorskip("transformers", reason="needs transformers, from the extra [train]")

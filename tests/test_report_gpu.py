@@ -130,13 +130,16 @@ def test_fused_methods_have_tables_and_a_plot(tmp_path):
     for mode in MODES:
         for name, seconds in (
             ("softmax cuDNN", 4e-3), ("softmax flash", 5e-3), ("nystrom fused", 9.0),
-            ("nystrom fused", 1e-3),
+            ("nystrom fused", 1e-3), ("softmax cuDNN, graph", 3e-3), ("nystrom fused, graph", 5e-4),
         ):  # fmt: skip
+            name, _, graph = name.partition(", ")
             row = dict(name=name, mode=mode, length=4096, seconds=seconds, peak_bytes=3 << 20)
-            records.append(path, shape | row)
+            records.append(path, shape | row | ({"graph": True} if graph else {}))
     report.write(path, fused.markdown, fused.draw)
     text = (tmp_path / "rows.md").read_text()
     assert text.count("| 4,096 | 4.000 (1.00×) | 5.000 (0.80×) | 1.000 (4.00×) |") == 2
     assert text.count("| 4,096 | 3 | 3 | 3 |") == 2
+    assert text.count("as a CUDA graph") == 2
+    assert text.count("| 4,096 | 3.000 (1.00×) | 0.500 (6.00×) |") == 2
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
     assert fused.markdown([]) == ""

@@ -47,6 +47,13 @@ def test_protocols_methods_and_steps_are_kept_apart():
     assert line(text, "listops | yoso-32 | longspan |  | 100")[6] == "20.00 (1)"
 
 
+def test_more_steps_than_published_do_not_replace_more_seeds():
+    rows = [row(seed=s, accuracy=a) for s, a in enumerate((0.36, 0.38))]
+    text = lra.markdown([row(steps=2 * lra.STEPS["listops"], accuracy=0.5), *rows])
+    assert line(text, "**yoso-32**")[2] == "37.00 ± 1.41 (2)"
+    assert line(text, "listops | yoso-32 | longspan |  | 10,000")[6] == "50.00 (1)"
+
+
 def test_a_seed_counts_once_and_wiki_is_not_aan():
     text = lra.markdown([row(accuracy=0.1), row(), row("retrieval-wiki", accuracy=0.7)])
     assert line(text, "**yoso-32**")[2] == "37.00 (1)"

@@ -19,10 +19,12 @@ PLOTTED = ("softmax cuDNN", "yoso_expectation fused", "nystrom fused", "linforme
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
-    """The last row of every name, mode and length, on the GPU of the last row."""
+    """The last row of every name, mode and length, as a graph or not, on the last row's GPU."""
     rows = [row for row in rows if row.get("suite") == "fused-gpu"]
     mine = [row for row in rows if gpu_of(row) == gpu_of(rows[-1])]
-    return list({(row["name"], row["mode"], row["length"]): row for row in mine}.values())
+    return list(
+        {(row["name"], row["mode"], row["length"], _graph(row)): row for row in mine}.values()
+    )
 
 
 def markdown(rows: Iterable[Row]) -> str:
@@ -44,25 +46,41 @@ def markdown(rows: Iterable[Row]) -> str:
         "them; exact attention is one launch.",
     ]
     for mode, title in MODES.items():
-        chosen = [row for row in rows if row["mode"] == mode]
-        exact = {
-            n: min(row["seconds"] for row in chosen if row["name"] in EXACT and row["length"] == n)
-            for n in {row["length"] for row in chosen if row["name"] in EXACT}
-        }
-
-        def time(row: Row, exact: dict[int, float] = exact) -> str:
-            alone = not row["name"].startswith("convolution")  # which is no attention
-            known = exact.get(row["length"]) if alone else None
-            ratio = f" ({known / row['seconds']:.2f}×)" if known else ""
-            return f"{milliseconds(row):.3f}{ratio}"
-
-        parts += [f"## {title}", grid(chosen, time, _name)]
+        every = [row for row in rows if row["mode"] == mode]
+        chosen = [row for row in every if not _graph(row)]
+        parts += [f"## {title}", _times(chosen)]
+        if graphs := [row for row in every if _graph(row)]:
+            parts += [
+                f"### {title}, as a CUDA graph",
+                "The same calls, captured once and replayed: what the GPU takes, without the host.",
+                _times(graphs),
+            ]
         parts += [
             f"### Peak memory, {title.lower()}",
             "MB beyond the inputs, results included.",
             grid(chosen, lambda row: f"{row['peak_bytes'] / 2**20:,.0f}", _name),
         ]
     return "\n\n".join(parts) + "\n"
+
+
+def _times(rows: list[Row]) -> str:
+    """Milliseconds, and how much faster than the faster exact kernel among the rows."""
+    exact: dict[int, float] = {}
+    for row in rows:
+        if row["name"] in EXACT:
+            exact[row["length"]] = min(row["seconds"], exact.get(row["length"], float("inf")))
+
+    def time(row: Row) -> str:
+        alone = not row["name"].startswith("convolution")  # which is no attention
+        known = exact.get(row["length"]) if alone else None
+        ratio = f" ({known / row['seconds']:.2f}×)" if known else ""
+        return f"{milliseconds(row):.3f}{ratio}"
+
+    return grid(rows, time, _name)
+
+
+def _graph(row: Row) -> bool:
+    return bool(row.get("graph"))
 
 
 def _name(row: Row) -> str:
@@ -82,7 +100,7 @@ def draw(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
             curve = sorted(
                 (row["length"], milliseconds(row))
                 for row in rows
-                if (row["name"], row["mode"]) == (name, mode)
+                if (row["name"], row["mode"]) == (name, mode) and not _graph(row)
             )
             colour, marker = look_of(name)
             peer = name.endswith("Hugging Face")

@@ -110,11 +110,16 @@ def markdown(rows: Iterable[Row]) -> str:
 
 
 def _ours(found: Sequence[Group], tasks: Sequence[str]) -> list[list[str]]:
-    """A line for each method and protocol, of the groups with the most steps."""
+    """A line for each method and protocol, of the groups nearest to as many steps as published,
+    and of these the one with the most seeds."""
     best: dict[tuple[str, str], dict[str, Group]] = {}
+
+    def rank(group: Group) -> tuple[int, int]:
+        return min(group.steps, STEPS[group.task.partition("-")[0]]), len(group.rows)
+
     for group in found:
         line = best.setdefault((group.name, group.protocol), {})
-        if group.task not in line or group.steps > line[group.task].steps:
+        if group.task not in line or rank(group) > rank(line[group.task]):
             line[group.task] = group
     lines = []
     for (label, protocol), line in best.items():
