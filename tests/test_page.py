@@ -167,6 +167,13 @@ def test_short_runs_are_marked_and_give_way_to_longer_ones():
     assert list(lines[1]) == ["yoso", "here, google", "40.0", ""]
 
 
+def test_more_steps_than_published_do_not_replace_more_seeds():
+    rows = [trained("lra/listops", "yoso", 0.30 + seed / 100, seed, steps=5000) for seed in (0, 2)]
+    rows.append(trained("lra/listops", "yoso", 0.9, steps=10000))
+    lines = find(content(rows), "Long Range Arena").tables[0].lines
+    assert list(lines[0])[2] == "31.0 (30.0–32.0)"
+
+
 def test_runs_of_other_settings_are_not_mixed_in():
     """A seed that was also run otherwise does not take that row's number."""
     rows = [trained("lra/listops", "yoso", 0.30 + seed / 100, seed, steps=9) for seed in range(3)]

@@ -45,20 +45,22 @@ def _protocol(row: Mapping[str, Any]) -> str:
 
 
 def _longest(rows: Rows) -> list[Mapping[str, Any]]:
-    """Of a method, protocol and task the settings with the most steps, then seeds, then the last.
-
-    Of a seed the last run.
+    """Of a method, protocol and task the settings with the most steps up to the published number,
+    then the most seeds, then the last. Of a seed the last run.
     """
     found: dict[tuple[str, str, str], dict[Any, dict[Any, Mapping[str, Any]]]] = {}
     for row in rows:
         settings = row.get("steps") or 0, row.get("settings", "")
         same = found.setdefault((_name(row), _protocol(row), _task(row)), {})
         same.setdefault(settings, {})[row.get("seed")] = row
-    chosen = []
-    for same in found.values():
-        steps = max(steps for steps, _ in same)
-        longest = [seeds for (count, _), seeds in same.items() if count == steps]
-        chosen += max(reversed(longest), key=len).values()
+    chosen: list[Mapping[str, Any]] = []
+    for (_, _, task), same in found.items():
+        enough = published.ARENA_STEPS.get(task, math.inf)
+
+        def rank(settings: Any, same: dict = same, enough: float = enough) -> tuple[float, int]:
+            return min(settings[0], enough), len(same[settings])
+
+        chosen += same[max(reversed(same), key=rank)].values()
     return chosen
 
 
