@@ -63,6 +63,19 @@ def test_a_seed_counts_once_and_wiki_is_not_aan():
     assert "not AAN" not in lra.markdown([row()])
 
 
+def test_a_terminal_sees_ours_and_published_and_how_long_it_took():
+    rows = [row(seed=s, accuracy=a) for s, a in enumerate((0.36, 0.38))]
+    text = lra.lines([*rows, row("image", method="nystrom", steps=100, accuracy=0.41)])
+    assert text[1].split() == ["protocol", "listops", "image"]
+    ours, published = text[2], next(x for x in text if x.startswith("YOSO-E, Zeng"))
+    assert ours.split() == ["yoso-32", "longspan", "37.00", "±", "1.41", "(2)"]
+    assert published.split()[-3:] == ["published", "37.3", "39.8"]
+    runs = [x.split() for x in text[-3:-1]]
+    assert runs[0][:6] == ["listops", "yoso-32", "longspan", "5,000", "0,", "1"]
+    assert runs[1][-2:] == ["60", "2"]  # seconds, and runs at once
+    assert lra.lines([]) == []
+
+
 def test_other_rows_are_left_alone(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     records.append(path, {"kind": "training", "task": "mlm", "method": "yoso"})

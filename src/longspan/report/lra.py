@@ -2,7 +2,8 @@
 
     python -m longspan.report.lra results/lra.jsonl
 
-writes results/lra.md from rows that `longspan arena` or `longspan train lra/…` made.
+writes results/lra.md from rows that `longspan arena` or `longspan train lra/…` made; `longspan
+report` prints the same, shorter.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ Row = Mapping[str, Any]
 EXTRA = "retrieval-wiki"
 LENGTHS = {"listops": 2_000, "text": 4_000, "retrieval": 4_000, "image": 1_024,
            "pathfinder": 1_024}  # fmt: skip
+RUN = ("task", "method", "protocol", "settings", "steps", "seeds", "test", "validation",
+       "published", "seconds", "at once", "machine")  # fmt: skip
 CHANCE = "the commonest class", (17.2, 50.0, 50.0, 10.0, 50.0)
 
 
@@ -64,7 +67,7 @@ def groups(rows: Iterable[Row]) -> list[Group]:
     found: dict[tuple, dict[int, Row]] = {}
     for row in rows:
         task = str(row.get("task", ""))
-        if row.get("kind") != "training" or not task.startswith("lra/"):
+        if row.get("kind") != "training" or not task.startswith("lra/") or "recipe" not in row:
             continue
         key = (
             task.removeprefix("lra/"), name(row), row["method"],
@@ -84,7 +87,7 @@ def markdown(rows: Iterable[Row]) -> str:
     found = groups(rows)
     if not found:
         return ""
-    tasks = [*TASKS, *([EXTRA] if any(group.task == EXTRA for group in found) else [])]
+    tasks = _tasks(found)
     parts = [
         "# Long Range Arena",
         "Accuracy on the test split in percent, of the weights with the best validation: mean over "
@@ -95,18 +98,52 @@ def markdown(rows: Iterable[Row]) -> str:
         _table(["", "protocol", *tasks, "average"], [*_ours(found, tasks), *_theirs(tasks)]),
         "35 to 37 % of ListOps come from reading the outermost operator alone; only more than that "
         "shows that the tree is read. Differences of less than a point are noise on ListOps and "
-        "Text."
-        + (f" `{EXTRA}` is a set of our own, not AAN." if EXTRA in tasks else ""),
+        "Text." + (f" `{EXTRA}` is a set of our own, not AAN." if EXTRA in tasks else ""),
         "## Runs",
         "`published` is the same method's in the tables above, in the same two-layer setting where "
         "there is one. Seconds are of training alone, with so many runs on the machine at once.",
-        _table(
-            ["task", "method", "protocol", "settings", "steps", "seeds", "test", "validation",
-             "published", "seconds", "at once", "machine"],
-            [_run(group) for group in found],
-        ),
-    ]  # fmt: skip
+        _table(RUN, [_run(group) for group in found]),
+    ]
     return "\n\n".join(parts) + "\n"
+
+
+def lines(rows: Iterable[Row]) -> list[str]:
+    """Both tables for a terminal: the tasks that there are runs of, and when they were run."""
+    found = groups(rows)
+    if not found:
+        return []
+    tasks = [task for task in _tasks(found) if any(group.task == task for group in found)]
+    shown = [TASKS.index(task) for task in tasks if task in TASKS]
+    theirs = [
+        [f"{x.name}, {x.source.partition(' et al')[0]}", "published",
+         *(f"{x.accuracy[i]:g}" for i in shown)]
+        for x in PUBLISHED
+    ]  # fmt: skip
+    ours = [[label.strip("*"), *cells[:-1]] for label, *cells in _ours(found, tasks)]
+    runs = [_run(group) for group in found]
+    brief = [0, 1, 2, 4, 5, 6, 9, 10]  # without settings, validation, published and machine
+    return [
+        "Long Range Arena: test accuracy in percent (seeds); † fewer steps than published",
+        *_aligned([["", "protocol", *tasks], *ours, *theirs]),
+        "",
+        *_aligned([[line[i] for i in brief] for line in (RUN, *runs)]),
+        "",
+    ]
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Columns below each other, two blanks between them."""
+    size = max(map(len, table))
+    padded = [[*line, *[""] * (size - len(line))] for line in table]
+    widths = [max(map(len, column)) for column in zip(*padded, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in padded
+    ]
+
+
+def _tasks(found: Sequence[Group]) -> list[str]:
+    return [*TASKS, *([EXTRA] if any(group.task == EXTRA for group in found) else [])]
 
 
 def _ours(found: Sequence[Group], tasks: Sequence[str]) -> list[list[str]]:

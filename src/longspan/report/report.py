@@ -19,9 +19,14 @@ def write_report(
 ) -> tuple[list[str], list[str]]:
     """Write `index.html` and the pictures of its charts into `folder`.
 
-    Returns what was made and what was left out, a sentence each. Raises `ValueError` where the
-    files hold no row that can be drawn, and `ModuleNotFoundError` with what to install.
+    Returns what was made, with the tables of the Long Range Arena, and what was left out, line by
+    line. Raises `ValueError` where the files hold no row that can be drawn, and
+    `ModuleNotFoundError` with what to install.
     """
+    from longspan.report import (
+        lra,
+    )  # which is a command, too, and not to be imported before it runs
+
     files = list(files)
     rows, problems = read(files)
     if not rows:
@@ -31,7 +36,7 @@ def write_report(
     try:
         shown = content(rows)
         page = write_page(rows, folder / "index.html", problems)
-        made = [*shown["summary"], f"Page: {page.resolve()}"]
+        made = [*shown["summary"], *lra.lines(rows), f"Page: {page.resolve()}"]
         if pictures:
             charts = [chart for section in shown["sections"] for chart in section.charts]
             files = write_pictures(charts, folder / "pictures")
