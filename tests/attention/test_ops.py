@@ -39,10 +39,13 @@ def test_gradients_are_like_what_they_are_of(name, dtype):
         assert found == [(x.shape, x.dtype, x.device) for x in inputs]
 
 
-@pytest.mark.parametrize("name", ["nystrom", "linformer", "yoso"])
+@pytest.mark.parametrize("name", OPTIONS)
 def test_inference_makes_the_output_alone(name):
-    kernels = importlib.import_module(f"longspan.attention.{name}.kernels")
+    place = "yoso.expectation" if name == "yoso_expectation" else f"{name}.kernels"
+    kernels = importlib.import_module(f"longspan.attention.{place}")
     options = {
+        "window": (None, 5, None),
+        "yoso_expectation": (None, 8, "surrogate", True),
         "nystrom": (None, 8, 6, "exact", None),
         "linformer": (None, None),
         "yoso": (None, 4, 8, "gaussian", "surrogate", 4, True, 3),

@@ -37,7 +37,9 @@ def yoso_expectation(
         return dispatch.nothing(q, k, v)
     # A hidden key is zero and so is its value: no sum over keys needs a mask.
     k, v = hide(k, key_mask), hide(v, key_mask)
-    return _Fused.apply(q, k, v, hash_bits, gradient == "true", normalize)
+    if dispatch.learns(q, k, v):
+        return _Fused.apply(q, k, v, hash_bits, gradient == "true", normalize)
+    return torch.ops.longspan.yoso_expectation_forward(q, k, v, hash_bits, normalize)[0]
 
 
 class _Fused(torch.autograd.Function):
