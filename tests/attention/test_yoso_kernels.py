@@ -7,7 +7,7 @@ from cases import qkv, relative_error
 import longspan
 from longspan.attention import nvrtc, tape
 from longspan.attention.base import unit
-from longspan.attention.yoso import kernels, verbs
+from longspan.attention.yoso import kernels, verbs, verbs_backward
 from longspan.attention.yoso.hashing import hash_codes, projections
 from longspan.attention.yoso.tables import apply_outer_sums
 
@@ -24,10 +24,10 @@ SOURCES = [
     (verbs.TABLES, dict(D=80, BITS=12, X="F32", TABLE="F32", INDEX="uint32_t")),
     (verbs.TABLES, dict(D=256, BITS=16, X="F16", TABLE="F32", INDEX="uint16_t")),
     (verbs.TABLES, dict(D=8, BITS=1, X="BF16", TABLE="BF16", INDEX="uint16_t")),
-    (verbs.ROWS, dict(D=24, E=80, W=128)),
-    (verbs.OUTER, dict(W=64, INDEX="uint16_t", LIGHT=48)),
-    (verbs.OUTER, dict(W=64, INDEX="uint32_t", LIGHT=64)),
-    (verbs.OUTER, dict(W=128, INDEX="uint32_t", LIGHT=48)),
+    (verbs_backward.ROWS, dict(D=24, E=80, W=128)),
+    (verbs_backward.OUTER, dict(W=64, INDEX="uint16_t", LIGHT=48)),
+    (verbs_backward.OUTER, dict(W=64, INDEX="uint32_t", LIGHT=64)),
+    (verbs_backward.OUTER, dict(W=128, INDEX="uint32_t", LIGHT=48)),
     (verbs.WALK, dict(D=64, E=64, BITS=12, X="BF16", INDEX="uint16_t")),
     (verbs.WALK, dict(D=256, E=80, BITS=3, X="F32", INDEX="uint32_t")),
 ]
@@ -66,46 +66,85 @@ def test_rows_that_do_not_lie_on_words_are_copied():
 
 
 class Unlaunched:
-    """Stands for a kernel: notes that it was launched."""
+    """Stands for a kernel that is launched, and notes its name."""
+
+    def __init__(self, name):
+        self.name = name
 
     def again(self, grid, arguments):
         return lambda bases, addresses: None
 
 
-@pytest.mark.parametrize("tokens", [8192, 32768, 131072])
-def test_memory_of_both_passes(tokens, monkeypatch):
-    """Above inputs and outputs: a forward takes up to 3 times the memory of v, both passes 8."""
+@pytest.fixture
+def recorded(monkeypatch):
+    """A function that runs one of the two passes without a GPU: results, and what it launches."""
     pytest.importorskip("triton", reason="needs triton, from the extra [cuda]")
 
     def launcher(*_, **__):
-        return lambda name, grid, block, *arguments: tape.note(Unlaunched(), grid, arguments)
+        return lambda name, grid, block, *arguments: tape.note(Unlaunched(name), grid, arguments)
 
-    for name in ("_tables", "_hash", "_codes", "_launch_rows", "_outer"):
+    for name in ("_tables", "_walk", "_hash", "_codes"):
         monkeypatch.setattr(verbs, name, launcher)
-    q, k, v = (torch.empty(1, 1, tokens, 64, dtype=torch.bfloat16) for _ in range(3))
+    for name in ("_launch_rows", "_outer"):
+        monkeypatch.setattr(verbs_backward, name, launcher)
 
     def record(run, *arguments):
-        given = [x for x in arguments if isinstance(x, torch.Tensor)]
         with tape.Recorder() as recorder:
-            results = run(*arguments)
-        return results, tape.Tape(recorder, given, results).scratch
+            results = run.__wrapped__(*arguments)
+        given = [x for x in arguments if isinstance(x, torch.Tensor)]
+        return results, tape.Tape(recorder, given, results), [x.name for x, *_ in recorder.launches]
 
-    def size(tensors):
-        return sum(x.numel() * x.element_size() for x in tensors)
+    def both(tokens, hash_bits, keep=True):
+        q, k, v = (torch.empty(1, 1, tokens, 64, dtype=torch.bfloat16) for _ in range(3))
+        options = None, None, 5, None, 32, hash_bits, True, keep
+        forward = record(kernels.yoso_forward, q, k, v, *options)
+        if not keep:
+            return v, forward
+        inputs = torch.empty_like(v), q, k, v, None, *forward[0]
+        options = None, 5, hash_bits, 32, True, False, False
+        return v, forward, record(kernels.yoso_backward, *inputs, *options)
 
-    options = 32, 8, True
-    _, scratch = record(
-        kernels.yoso_forward.__wrapped__, q, k, v, None, None, 5, None, *options, False
-    )
-    assert scratch <= 3 * size([v])
-    (y, *saved), _ = record(
-        kernels.yoso_forward.__wrapped__, q, k, v, None, None, 5, None, *options, True
-    )
-    inputs = torch.empty_like(v), q, k, v, None, y, *saved
-    _, scratch = record(
-        kernels.yoso_backward.__wrapped__, *inputs, None, 5, 8, 32, True, False, False
-    )
-    assert size(saved) + scratch <= 8 * size([v])
+    return both
+
+
+def size(tensors):
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+@pytest.mark.parametrize("tokens", [8192, 32768, 131072])
+def test_memory_of_both_passes(recorded, tokens):
+    """Above inputs and outputs: a forward takes up to 3 times the memory of v, both passes 8."""
+    v, (_, forward, _) = recorded(tokens, 8, keep=False)
+    assert forward.scratch <= 3 * size([v])
+    v, ((_, *saved), *_), (_, backward, _) = recorded(tokens, 8)
+    assert size(saved) + backward.scratch <= 8 * size([v])
+
+
+FORWARD = ["gaussian_planes", "hash_codes"]
+LONG_LISTS = ["bucket_lists", "bucket_places", "bucket_merge_16"]
+COLLIDE = ["bucket_sum_16", "bucket_gather"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hash_bits", "forward", "backward"),
+    [
+        (4096, 8, ["bucket_lists_4k", *COLLIDE],
+         ["bucket_lists_4k", "measure", "total", *COLLIDE, "pair_rows", "outer_both", "finish"]),
+        (32768, 8, [*LONG_LISTS, *COLLIDE],
+         [*LONG_LISTS, "measure", "total", *COLLIDE, "pair_rows", "outer_pairs", "outer_tables",
+          "finish"]),
+        (65536, 8, [*LONG_LISTS, *COLLIDE],
+         [*LONG_LISTS, "measure", "total", *COLLIDE, "pair_rows", "outer_tables", "finish"]),
+        (4096, 12, ["bucket_lists_4k", "heavy_sum", "walk_gather"],
+         ["bucket_lists_4k", "measure", "total", "pair_rows", "outer_tables", "heavy_sum",
+          "walk_outer"]),
+    ],
+)  # fmt: skip
+def test_what_is_launched(recorded, tokens, hash_bits, forward, backward):
+    """By the size of buckets: pairs, tables or both, and walks where they are nearly empty."""
+    _, (*_, first), (*_, second) = recorded(tokens, hash_bits)
+    assert first == FORWARD + forward
+    assert second == backward
 
 
 @pytest.fixture

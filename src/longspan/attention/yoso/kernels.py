@@ -1,4 +1,4 @@
-"""YOSO on NVIDIA GPUs: both passes as torch.library ops, made of `verbs`."""
+"""YOSO on NVIDIA GPUs: both passes as torch.library ops, made of `verbs` and `verbs_backward`."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from longspan.attention import dispatch, ops, tape
 from longspan.attention.random import Seed
-from longspan.attention.yoso import verbs
+from longspan.attention.yoso import verbs, verbs_backward
 from longspan.attention.yoso.hashing import projections
 
 MAX_CHANNELS = 256
@@ -210,9 +210,9 @@ def yoso_backward(
     fast = v.dtype == torch.bfloat16 and max(q.shape[3], v.shape[3]) <= 128
     if fast and not true and not ordered:
         unit = (y, inverse) if normalize else None
-        g, scales, rows = verbs.measure(g, unit, v, key_mask, -(-q.shape[3] // 8) * 8)
+        g, scales, rows = verbs_backward.measure(g, unit, v, key_mask, -(-q.shape[3] // 8) * 8)
         scale = hash_bits / 2 / backward_hashes
-        return verbs.surrogate(
+        return verbs_backward.surrogate(
             q, k, v, g, key_mask, scales, rows, q_token, k_token, q_lists, k_lists,
             bits, scale, backward_hashes,
         )  # fmt: skip
@@ -221,7 +221,7 @@ def yoso_backward(
     dv, _ = verbs.collide(q_lists, g, k_token, key_mask, bits, normalize=False)
     if true:
         scale = hash_bits / backward_hashes
-        dq, dk = verbs.true_gradient(
+        dq, dk = verbs_backward.true_gradient(
             q, k, v, g, key_mask, q_hash, k_token, q_lists, k_lists, bits, scale, backward_hashes,
             number if place is None else place,
         )  # fmt: skip
