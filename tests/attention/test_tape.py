@@ -1,5 +1,6 @@
 """Calls that are played from a tape are the calls that were recorded, on other tensors."""
 
+import weakref
 from itertools import combinations
 from random import Random
 
@@ -150,15 +151,39 @@ def scaled_sum(x, more):
     return (add_parts(both, x.dtype),)
 
 
-def test_a_call_that_memory_is_too_small_to_record_is_run(monkeypatch):
-    def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+def chain(x, made):
+    """Each buffer is let go before the next but one is made."""
+    for _ in range(5):
+        y = torch.empty_like(x)
+        made.append(weakref.ref(y))
+        _double[(1,)](x, y, x.numel(), N=32)
+        x = y
+    return (x,)
 
-    monkeypatch.setattr(tape, "_record", full)
-    call = tape.played(scaled_sum)
+
+def test_recording_keeps_no_buffer_longer_than_running():
+    x, made = torch.randn(20, device=DEVICE), []
+    with tape.Recorder([x]) as recorder:
+        (y,) = chain(x, made)
+    assert [ref() is not None for ref in made] == [False, False, False, False, True]
+    assert tape.Tape(recorder, [x], [y]).scratch == 2 * tape.WORD
+    call = tape.played(lambda x: chain(x, []))
     for _ in range(4):
-        x, more = torch.randn(2, 20, device=DEVICE)
-        torch.testing.assert_close(call(x, more)[0], 2 * (x + more))
+        x = torch.randn(20, device=DEVICE)
+        torch.testing.assert_close(call(x)[0], 32 * x)
+
+
+def test_of_buffers_at_one_address_the_last_is_meant():
+    x = torch.randn(20, device=DEVICE)
+    recorder = tape.Recorder([])
+    recorder.buffers = [(x.data_ptr() - 64, 300), (x.data_ptr(), 80), (x.data_ptr() + 80, 80)]
+    assert recorder.find(x)[:3] == (False, 1, 0)
+    assert recorder.find(x[4:])[:3] == (False, 1, 16)
+    recorder.buffers.append((x.data_ptr() - 16, 200))
+    assert recorder.find(x)[:3] == (False, 3, 16)
+    assert recorder.find(7) == 7
+    recorder.buffers.clear()
+    assert recorder.find(x) is None
 
 
 def test_kinds_are_forgotten_when_there_are_many(monkeypatch):

@@ -89,9 +89,9 @@ def recorded(monkeypatch):
         monkeypatch.setattr(verbs_backward, name, launcher)
 
     def record(run, *arguments):
-        with tape.Recorder() as recorder:
-            results = run.__wrapped__(*arguments)
         given = [x for x in arguments if isinstance(x, torch.Tensor)]
+        with tape.Recorder(given) as recorder:
+            results = run.__wrapped__(*arguments)
         return results, tape.Tape(recorder, given, results), [x.name for x, *_ in recorder.launches]
 
     def both(tokens, hash_bits, keep=True):

@@ -41,13 +41,23 @@ class Launchable(Protocol):
         """What launches it on bases."""
 
 
+class Spot(NamedTuple):
+    """Of a tensor while it is recorded: given, or a buffer, by number; bytes behind its begin."""
+
+    given: bool
+    number: int
+    offset: int
+    like: Tensor
+
+
 class Recorder(TorchDispatchMode):
     """Sees the launches of a call, its buffers, and whether torch itself computes something."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()
-        self.launches: list[tuple[Launchable, int, tuple[Any, ...]]] = []
-        self.buffers: list[Tensor] = []  # kept, so that no two have the same memory
+        self.given = {x.data_ptr(): i for i, x in reversed(list(enumerate(given)))}
+        self.launches: list[tuple[Launchable, int, list[Any]]] = []
+        self.buffers: list[tuple[int, int]] = []  # address and bytes; addresses are used again
         self.alone, self.looks = True, True
 
     def __enter__(self) -> "Recorder":
@@ -65,17 +75,33 @@ class Recorder(TorchDispatchMode):
         if not self.looks:
             return result
         if "empty" in op.overloadpacket.__name__:
-            self.buffers.append(result)
+            self.buffers.append((result.data_ptr(), _bytes(result)))
         elif not op.is_view:
             self.alone = False
         return result
+
+    def find(self, x: Any) -> Any:
+        """Where a tensor lies now, None if that is not known; anything else as it is."""
+        if type(x) in OTHERS:
+            return x
+        like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        at = x.data_ptr()
+        if not x.numel() or at in self.given:
+            return Spot(True, self.given.get(at, 0), 0, like)
+        for number in reversed(range(len(self.buffers))):  # of those at an address, the last made
+            begin, size = self.buffers[number]
+            if begin <= at < begin + size:
+                return Spot(False, number, at - begin, like)
+        return None
 
 
 def note(kernel: Launchable, grid: int, arguments: tuple[Any, ...]) -> None:
     """Tell the recorder of this thread, if there is one, what was launched."""
     recorder = getattr(_local, "recorder", None)
     if recorder is not None:
-        recorder.launches.append((kernel, grid, arguments))
+        with unseen():
+            found = [recorder.find(x) for x in arguments]
+        recorder.launches.append((kernel, grid, found))
 
 
 @contextmanager
@@ -95,34 +121,24 @@ class Tape:
     def __init__(self, recorder: Recorder, given: Sequence[Tensor], results: Sequence[Tensor]):
         self.results = [(tuple(x.shape), x.stride(), x.dtype) for x in results]
         self.listed = isinstance(results, list)
-        base = {x.data_ptr(): i for i, x in reversed(list(enumerate([*given, *results])))}
-        ranges = [(x.data_ptr(), x.data_ptr() + _bytes(x)) for x in recorder.buffers]
-
-        def begin(x: Tensor) -> int:
-            """The address of the base or buffer that x lies in."""
-            at = x.data_ptr()
-            return at if at in base else next(low for low, high in ranges if low <= at < high)
-
+        base = {recorder.find(x).number: len(given) + i for i, x in enumerate(results) if x.numel()}
         uses: dict[int, list[int]] = {}  # of buffers that are no results: which launches
         for i, (_, _, arguments) in enumerate(recorder.launches):
             for x in arguments:
-                if type(x) not in OTHERS and x.numel() and begin(x) not in base:
-                    uses.setdefault(begin(x), []).append(i)
-        sizes = {x.data_ptr(): _bytes(x) for x in recorder.buffers}
-        spans = [(sizes[at], used[0], used[-1]) for at, used in uses.items()]
+                if type(x) is Spot and not x.given and x.number not in base:
+                    uses.setdefault(x.number, []).append(i)
+        spans = [(recorder.buffers[number][1], used[0], used[-1]) for number, used in uses.items()]
         offsets, self.scratch = arrange(spans)
         offset = dict(zip(uses, offsets, strict=True))
 
         def place(x: Any) -> Any:
-            if type(x) in OTHERS:
+            if type(x) is not Spot:
                 return x
-            if not x.numel():
-                return Place(0, 0, _like(x))
-            first = begin(x)
-            beyond = x.data_ptr() - first
-            if first in base:
-                return Place(base[first], beyond, _like(x))
-            return Place(len(given) + len(results), offset[first] + beyond, _like(x))
+            if x.given:
+                return Place(x.number, x.offset, x.like)
+            if x.number in base:
+                return Place(base[x.number], x.offset, x.like)
+            return Place(len(given) + len(results), offset[x.number] + x.offset, x.like)
 
         self.launches = [
             kernel.again(grid, [place(x) for x in arguments])
@@ -146,12 +162,14 @@ class Tape:
 
 def _record(run: Callable, arguments: Sequence[Any], given: Sequence[Tensor]) -> Any:
     """The results of a call, and its tape if it can be played."""
-    with Recorder() as recorder:
+    with Recorder(given) as recorder:
         results = run(*arguments)
-    ours = {x.data_ptr(): _bytes(x) for x in recorder.buffers}
-    full = [x for x in results if x.numel()]
-    whole = all(ours.get(x.data_ptr()) == _bytes(x) for x in full)
-    different = len({x.data_ptr() for x in full}) == len(full)
+    spots = [(recorder.find(x), _bytes(x)) for x in results if x.numel()]
+    whole = all(
+        spot is not None and not spot.given and size == recorder.buffers[spot.number][1]
+        for spot, size in spots
+    )
+    different = len({spot.number for spot, _ in spots if spot is not None}) == len(spots)
     playable = recorder.alone and whole and different
     return results, Tape(recorder, given, results) if playable else None
 
@@ -183,10 +201,6 @@ def _stack(spans: Sequence[tuple[int, int, int]], weights: Sequence[int]) -> tup
     return offsets, max((high for _, high in placed.values()), default=0)
 
 
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-
-
 def _bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
@@ -215,11 +229,7 @@ def played(run: Callable[..., Results]) -> Callable[..., Results]:
             tape = tapes[key]
             return run(*arguments) if tape is None else tape.play(given)
         if key in seen:
-            try:
-                results, tapes[key] = _record(run, arguments, given)
-            except torch.OutOfMemoryError:  # a recorder keeps all buffers until the end
-                tapes[key] = None
-                return run(*arguments)
+            results, tapes[key] = _record(run, arguments, given)
             return results
         if len(seen) >= MOST:
             seen.clear()

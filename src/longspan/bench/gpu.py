@@ -173,6 +173,7 @@ def measured(found: Iterable[Contender], mode: str, wanted: set[str]) -> Iterato
             "peak_bytes": peaks[name],
             "outputs_bytes": v_bytes * (1 if mode == "forward" else 4),  # y; dq, dk, dv
             "v_bytes": v_bytes,
+            "command": records.command(),
         }
 
 

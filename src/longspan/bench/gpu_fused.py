@@ -213,6 +213,7 @@ def main(path: str, methods: list[str]) -> None:
                 graph = name.endswith(GRAPH)
                 row |= {"name": name.removesuffix(GRAPH), "graph": graph, "suite": "fused-gpu"}
                 row["peak_bytes"] = None if graph else peak_bytes(call)
+                row["command"] = records.command()
                 records.append(path, row)
                 seconds = timings[name].seconds
                 cells.append(f"{name} {1000 * share * seconds:.3f} ({exact / seconds:.2f}×)")
