@@ -183,7 +183,19 @@ def test_of_buffers_at_one_address_the_last_is_meant():
     assert recorder.find(x)[:3] == (False, 3, 16)
     assert recorder.find(7) == 7
     recorder.buffers.clear()
-    assert recorder.find(x) is None
+    assert recorder.find(x) is tape.NOWHERE
+
+
+def test_a_part_of_what_is_given_is_no_place_to_play_from():
+    def run(x):
+        y = torch.empty_like(x[4:])
+        _double[(1,)](x[4:], y, y.numel(), N=32)
+        return (y,)
+
+    call = tape.played(run)
+    for _ in range(4):
+        x = torch.randn(20, device=DEVICE)
+        torch.testing.assert_close(call(x)[0], 2 * x[4:])
 
 
 def test_kinds_are_forgotten_when_there_are_many(monkeypatch):

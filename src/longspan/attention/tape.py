@@ -50,6 +50,9 @@ class Spot(NamedTuple):
     like: Tensor
 
 
+NOWHERE = object()
+
+
 class Recorder(TorchDispatchMode):
     """Sees the launches of a call, its buffers, and whether torch itself computes something."""
 
@@ -81,7 +84,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def find(self, x: Any) -> Any:
-        """Where a tensor lies now, None if that is not known; anything else as it is."""
+        """Where a tensor lies now, or NOWHERE that is known; anything else as it is."""
         if type(x) in OTHERS:
             return x
         like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
@@ -92,7 +95,7 @@ class Recorder(TorchDispatchMode):
             begin, size = self.buffers[number]
             if begin <= at < begin + size:
                 return Spot(False, number, at - begin, like)
-        return None
+        return NOWHERE
 
 
 def note(kernel: Launchable, grid: int, arguments: tuple[Any, ...]) -> None:
@@ -165,12 +168,13 @@ def _record(run: Callable, arguments: Sequence[Any], given: Sequence[Tensor]) ->
     with Recorder(given) as recorder:
         results = run(*arguments)
     spots = [(recorder.find(x), _bytes(x)) for x in results if x.numel()]
+    known = all(x is not NOWHERE for _, _, found in recorder.launches for x in found)
     whole = all(
-        spot is not None and not spot.given and size == recorder.buffers[spot.number][1]
+        spot is not NOWHERE and not spot.given and size == recorder.buffers[spot.number][1]
         for spot, size in spots
     )
-    different = len({spot.number for spot, _ in spots if spot is not None}) == len(spots)
-    playable = recorder.alone and whole and different
+    playable = recorder.alone and known and whole
+    playable = playable and len({spot.number for spot, _ in spots}) == len(spots)
     return results, Tape(recorder, given, results) if playable else None
 
 
