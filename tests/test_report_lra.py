@@ -74,6 +74,7 @@ def test_a_terminal_sees_ours_and_published_and_how_long_it_took():
     assert runs[0][:6] == ["listops", "yoso-32", "longspan", "5,000", "0,", "1"]
     assert runs[1][-2:] == ["60", "2"]  # seconds, and runs at once
     assert lra.lines([]) == []
+    assert lra.lines([{**rows[0], "recipe": {"length": 2048}}]) == []  # not of the arena's recipes
 
 
 def test_other_rows_are_left_alone(tmp_path, capsys):

@@ -7,6 +7,7 @@ from cases import held_to_the_reference, qkv, relative_error
 import longspan
 from longspan.attention.base import segment_means
 from longspan.attention.nystrom import kernels, reference
+from longspan.attention.nystrom.segments import segments
 
 pytest.importorskip("triton", reason="needs triton, from the extra [cuda]")
 
@@ -124,7 +125,7 @@ def test_more_heads_than_programs(monkeypatch):
 def test_segments_are_those_of_the_reference(tokens):
     x, _, _ = qkv(batch=4, heads=2, queries=max(tokens, 9), device=DEVICE)
     mask = masks(x.shape[2])
-    cut = kernels.segments(mask, 4, x.shape[2], tokens, x.device)
+    cut = segments(mask, 4, x.shape[2], tokens, x.device)
     means, sizes = segment_means(x.masked_fill(~mask[:, None, :, None], 0), mask, tokens)
     assert torch.equal(cut.sizes, sizes)
     actual, _ = verbs.segment_means(x, x, tokens, cut.cut, cut.cut)

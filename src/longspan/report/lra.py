@@ -19,7 +19,7 @@ from longspan import records
 from longspan.report.published import ARENA as PUBLISHED
 from longspan.report.published import ARENA_STEPS as STEPS
 from longspan.report.published import ARENA_TASKS as TASKS
-from longspan.report.published import NAMED_BY
+from longspan.report.published import NAMED_BY, nearness
 
 Row = Mapping[str, Any]
 EXTRA = "retrieval-wiki"
@@ -47,6 +47,11 @@ class Group(NamedTuple):
         return [100 * row["metrics"]["test"]["accuracy"] for row in self.rows]
 
     @property
+    def nearness(self) -> tuple[float, int]:
+        """To published runs."""
+        return nearness(self.task, self.steps, len(self.rows))
+
+    @property
     def complete(self) -> bool:
         """Whether as much was read, in as many steps, and as much scored as in published runs."""
         task = self.task.partition("-")[0]
@@ -67,7 +72,7 @@ def groups(rows: Iterable[Row]) -> list[Group]:
     found: dict[tuple, dict[int, Row]] = {}
     for row in rows:
         task = str(row.get("task", ""))
-        if row.get("kind") != "training" or not task.startswith("lra/") or "recipe" not in row:
+        if row.get("kind") != "training" or not task.startswith("lra/") or not _whole(row):
             continue
         key = (
             task.removeprefix("lra/"), name(row), row["method"],
@@ -80,6 +85,14 @@ def groups(rows: Iterable[Row]) -> list[Group]:
     ]
     order = [*TASKS, EXTRA]
     return sorted(made, key=lambda g: (order.index(g.task), g.protocol, -g.steps))
+
+
+def _whole(row: Row) -> bool:
+    """Whether a row says all that is shown of it."""
+    scored = row.get("metrics") or {}
+    data = (row.get("recipe") or {}).get("data") or {}
+    accurate = all("accuracy" in scored.get(split, {}) for split in ("validation", "test"))
+    return accurate and "protocol" in data and {"steps", "seconds", "options"} <= row.keys()
 
 
 def markdown(rows: Iterable[Row]) -> str:
@@ -108,7 +121,7 @@ def markdown(rows: Iterable[Row]) -> str:
 
 
 def lines(rows: Iterable[Row]) -> list[str]:
-    """Both tables for a terminal: the tasks that there are runs of, and when they were run."""
+    """Both tables for a terminal: accuracy in the tasks that there are runs of, and the runs."""
     found = groups(rows)
     if not found:
         return []
@@ -120,13 +133,13 @@ def lines(rows: Iterable[Row]) -> list[str]:
         for x in PUBLISHED
     ]  # fmt: skip
     ours = [[label.strip("*"), *cells[:-1]] for label, *cells in _ours(found, tasks)]
-    runs = [_run(group) for group in found]
-    brief = [0, 1, 2, 4, 5, 6, 9, 10]  # without settings, validation, published and machine
+    left_out = ("settings", "validation", "published", "machine")
+    brief = [i for i, name in enumerate(RUN) if name not in left_out]
     return [
         "Long Range Arena: test accuracy in percent (seeds); † fewer steps than published",
         *_aligned([["", "protocol", *tasks], *ours, *theirs]),
         "",
-        *_aligned([[line[i] for i in brief] for line in (RUN, *runs)]),
+        *_aligned([[line[i] for i in brief] for line in (RUN, *map(_run, found))]),
         "",
     ]
 
@@ -147,16 +160,11 @@ def _tasks(found: Sequence[Group]) -> list[str]:
 
 
 def _ours(found: Sequence[Group], tasks: Sequence[str]) -> list[list[str]]:
-    """A line for each method and protocol, of the groups nearest to as many steps as published,
-    and of these the one with the most seeds."""
+    """A line for each method and protocol, of the groups nearest to published runs."""
     best: dict[tuple[str, str], dict[str, Group]] = {}
-
-    def rank(group: Group) -> tuple[int, int]:
-        return min(group.steps, STEPS[group.task.partition("-")[0]]), len(group.rows)
-
     for group in found:
         line = best.setdefault((group.name, group.protocol), {})
-        if group.task not in line or rank(group) > rank(line[group.task]):
+        if group.task not in line or group.nearness > line[group.task].nearness:
             line[group.task] = group
     lines = []
     for (label, protocol), line in best.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 # The option a method is usually named by: yoso-32, nystrom-128.
@@ -54,6 +55,12 @@ GLUE = {
 ARENA_TASKS = ("listops", "text", "retrieval", "image", "pathfinder")
 ARENA_STEPS = {"listops": 5_000, "text": 20_000, "retrieval": 30_000, "image": 35_000,
                "pathfinder": 62_400}  # fmt: skip
+
+
+def nearness(task: str, steps: int, seeds: int) -> tuple[float, int]:
+    """Which of several groups of runs of a task is shown, the highest: that with the most steps up
+    to the published number, and of these the one with the most seeds."""
+    return min(steps, ARENA_STEPS.get(task.partition("-")[0], math.inf)), seeds
 
 
 class Published(NamedTuple):

@@ -23,9 +23,8 @@ def write_report(
     line. Raises `ValueError` where the files hold no row that can be drawn, and
     `ModuleNotFoundError` with what to install.
     """
-    from longspan.report import (
-        lra,
-    )  # which is a command, too, and not to be imported before it runs
+    # A command of its own, too: Python warns where a package imports what is then run.
+    from longspan.report import lra
 
     files = list(files)
     rows, problems = read(files)

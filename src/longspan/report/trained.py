@@ -45,8 +45,9 @@ def _protocol(row: Mapping[str, Any]) -> str:
 
 
 def _longest(rows: Rows) -> list[Mapping[str, Any]]:
-    """Of a method, protocol and task the settings with the most steps up to the published number,
-    then the most seeds, then the last. Of a seed the last run.
+    """Of a method, protocol and task the settings nearest to published runs, else the last ones.
+
+    Of a seed the last run.
     """
     found: dict[tuple[str, str, str], dict[Any, dict[Any, Mapping[str, Any]]]] = {}
     for row in rows:
@@ -55,12 +56,11 @@ def _longest(rows: Rows) -> list[Mapping[str, Any]]:
         same.setdefault(settings, {})[row.get("seed")] = row
     chosen: list[Mapping[str, Any]] = []
     for (_, _, task), same in found.items():
-        enough = published.ARENA_STEPS.get(task, math.inf)
-
-        def rank(settings: Any, same: dict = same, enough: float = enough) -> tuple[float, int]:
-            return min(settings[0], enough), len(same[settings])
-
-        chosen += same[max(reversed(same), key=rank)].values()
+        ranked = [
+            (published.nearness(task, steps, len(seeds)), i, seeds)
+            for i, ((steps, _), seeds) in enumerate(same.items())
+        ]
+        chosen += max(ranked, key=lambda x: x[:2])[2].values()
     return chosen
 
 

@@ -6,7 +6,6 @@ No matrix of tokens by landmarks exists in either pass. The gradients of q and k
 what they get through their landmarks is added, by segment, by the pass that writes them.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.attention import dispatch, ops, tape
-from longspan.attention.nystrom import reference
+from longspan.attention.nystrom import many_landmarks, reference
+from longspan.attention.nystrom.segments import both_segments, lengths
 
 MAX_CHANNELS = 256
 MAX_LANDMARKS = 512
@@ -84,55 +84,6 @@ class _Fused(torch.autograd.Function):
         return *grads, None, None, None, None, None
 
 
-@dataclass(frozen=True)
-class Segments:
-    """Where the segments of queries or keys lie; all None where they are even and all full."""
-
-    mask: Tensor | None = None  # (B, N)
-    bounds: tuple[Tensor, Tensor, Tensor] | None = None  # first, last + 1 (B, F); length (B,)
-    there: Tensor | None = None  # (B, F), which hold a token
-    segment: Tensor | None = None  # (B, N) int32, −1 where masked
-    sizes: Tensor | None = None  # (B, F)
-
-    @property
-    def cut(self) -> tuple[Tensor, ...]:
-        """What `segment_means` is told of them; nothing of even ones."""
-        return () if self.mask is None or self.bounds is None else (self.mask, *self.bounds)
-
-
-def segments(mask: Tensor | None, batch: int, tokens: int, few: int, device: Any) -> Segments:
-    """As `base.segment_means` cuts them, from running counts and without a host's look at them."""
-    if mask is None:
-        mask = torch.ones(batch, tokens, dtype=torch.bool, device=device)
-    count = mask.cumsum(-1)
-    length = count[:, -1:].contiguous()
-    edges = (torch.arange(few + 1, device=device) * length + few - 1) // few
-    first = torch.searchsorted(count, edges[:, :-1] + 1)
-    last = torch.searchsorted(count, edges[:, 1:].contiguous()) + 1
-    sizes = edges.diff(dim=-1)
-    segment = torch.where(mask, (count - 1) * few // length.clamp(min=1), -1).int()
-    return Segments(mask.contiguous(), (first, last, length[:, 0]), sizes > 0, segment, sizes)
-
-
-def both_segments(q: Tensor, k: Tensor, key_mask: Tensor | None, few: int) -> list[Segments]:
-    """Of queries and keys: uneven where a mask hides keys or there are too few tokens."""
-    batch, _, queries, _ = q.shape
-    keys = k.shape[2]
-    if key_mask is None and min(queries, keys) >= few:
-        return [Segments(), Segments()]
-    by_key = segments(key_mask, batch, keys, few, k.device)
-    if queries == keys:  # one sequence: masked places do not enter the queries' landmarks either
-        return [by_key, by_key]
-    return [segments(None, batch, queries, few, q.device), by_key]
-
-
-def lengths(cut: list[Segments]) -> tuple[Tensor, Tensor] | None:
-    """Valid queries and keys (B,) where segments are uneven."""
-    if cut[0].bounds is None or cut[1].bounds is None:
-        return None
-    return cut[0].bounds[2], cut[1].bounds[2]
-
-
 @ops.op
 @tape.played
 def nystrom_forward(
@@ -157,9 +108,9 @@ def nystrom_forward(
     bv, b_lse = few.read_many(k, v, q_means, by_key.mask, scale)
     norms = bv.new_empty(0)
     if num_landmarks > IN_ONE_PROGRAM:
-        a = _landmark_softmax(q_means, k_means, cut, scale)
+        a = many_landmarks.softmax(q_means, k_means, cut, scale)
         w = reference.pseudo_inverse(a, num_iterations, "original" if original else "exact") @ bv
-        w = _own_values(w, v, by_key)
+        w = many_landmarks.own_values(w, v, by_key)
     else:
         first = None if by_key.bounds is None else by_key.bounds[0]
         if original:
@@ -192,7 +143,7 @@ def _(
         return q.new_empty(shape, dtype=torch.float32)
 
     small = batch, heads, num_landmarks
-    from_kernel = original and num_landmarks <= 128
+    from_kernel = original and num_landmarks <= IN_ONE_PROGRAM
     return [
         y,
         wide(*small, channels),
@@ -235,9 +186,10 @@ def nystrom_backward(
     there = by_key.there
     dk_parts, dw = few_backward.few_gradients(q, g, k_means, w, f_lse, scale, y=y, there=there)
     if landmarks > IN_ONE_PROGRAM:
-        dbv, dq_means, table_k, table_v = _solve_backward(
+        dbv, dq_means, table_k, table_v = many_landmarks.solve_backward(
             q_means, k_means, bv, dw.sum(0), dk_parts.sum(0), cut,
-            _sizes(by_key, k.shape[2], landmarks, k.device), num_iterations, original, scale,
+            many_landmarks.sizes(by_key, k.shape[2], landmarks, k.device),
+            num_iterations, original, scale,
         )  # fmt: skip
         delta = (dbv * bv).sum(-1)
     else:
@@ -269,85 +221,3 @@ def nystrom_backward(
 @ops.fake(nystrom_backward)
 def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _sizes(cut: Segments, tokens: int, few: int, device: Any) -> Tensor | int:
-    """Tokens of each segment, at least one, against (B, H, F, D)."""
-    if cut.sizes is not None:
-        return cut.sizes.clamp(min=1)[:, None, :, None]
-    if tokens % few == 0:
-        return tokens // few
-    edges = (torch.arange(few + 1, device=device) * tokens + few - 1) // few
-    return edges.diff()[:, None]
-
-
-def _landmark_softmax(
-    q_means: Tensor, k_means: Tensor, cut: list[Segments], scale: float
-) -> Tensor:
-    """A of every head, where there are too many landmarks for one program."""
-    scores = q_means @ k_means.mT * scale
-    q_there, k_there = cut[0].there, cut[1].there
-    if q_there is None or k_there is None:
-        return scores.softmax(-1)
-    return reference.softmax_over(scores, k_there[:, None, None]) * q_there[:, None, :, None]
-
-
-def _own_values(w: Tensor, v: Tensor, by_key: Segments) -> Tensor:
-    """With no more keys than landmarks, the values themselves."""
-    if by_key.bounds is None or by_key.there is None:
-        return w
-    first, _, length = by_key.bounds
-    alone = (length <= w.shape[2])[:, None, None, None]
-    keep = by_key.there & alone[:, 0, :, 0]
-    index = torch.where(keep, first, 0)[:, None, :, None].expand_as(w)
-    return torch.where(alone, v.gather(2, index).float().masked_fill(~keep[:, None, :, None], 0), w)
-
-
-def _solve_backward(
-    q_means: Tensor,
-    k_means: Tensor,
-    bv: Tensor,
-    dw: Tensor,
-    dk_means: Tensor,
-    cut: list[Segments],
-    key_sizes: Tensor | int,
-    num_iterations: int,
-    original: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of B v, q̃, k̃ (over its segment's size) and v's own, by torch's products."""
-    table_v = torch.zeros_like(dw)
-    if cut[1].bounds is not None:
-        alone = (cut[1].bounds[2] <= dw.shape[2])[:, None, None, None]
-        table_v, dw = torch.where(alone, dw, 0), torch.where(alone, 0, dw)
-    a = _landmark_softmax(q_means, k_means, cut, scale)
-    columns, rows = a.sum(-2, keepdim=True), a.sum(-1, keepdim=True)
-    norm = columns.amax(-1, keepdim=True) * rows.amax(-2, keepdim=True)
-    start = norm.amax() if original else norm
-    start = start.masked_fill(start == 0, 1)
-    eye = torch.eye(a.shape[-1], device=a.device)
-    kept = [a.mT / start]
-    for _ in range(num_iterations):
-        x = a @ kept[-1]
-        kept.append(0.25 * kept[-1] @ (13 * eye - x @ (15 * eye - x @ (7 * eye - x))))
-    dbv = kept.pop().mT @ dw
-    dz, da = dw @ bv.mT, torch.zeros_like(a)
-    for z in reversed(kept):
-        x = a @ z
-        m2 = 15 * eye - 7 * x + x @ x
-        dm3 = 0.25 * z.mT @ dz
-        dz = 0.25 * dz @ (13 * eye - x @ m2).mT
-        dm2 = -x.mT @ dm3
-        dx = dm2 @ x.mT + x.mT @ dm2 - 7 * dm2 - dm3 @ m2.mT
-        da += dx @ z.mT
-        dz += a.mT @ dx
-    da += dz.mT / start
-    dnorm = -(dz.mT * a).sum((-2, -1), keepdim=True) / start.square()
-    if original:
-        largest = norm == norm.amax()
-        dnorm = torch.where(largest, dnorm.sum() / largest.sum(), 0)
-    # A row's sum is 1 whatever its scores: only the largest column of the norm has a gradient.
-    highest = (columns == columns.amax(-1, keepdim=True)).float()
-    da += highest / highest.sum(-1, keepdim=True) * dnorm * rows.amax(-2, keepdim=True)
-    s = a * (da - (a * da).sum(-1, keepdim=True)) * scale
-    return dbv, s @ k_means, (dk_means + s.mT @ q_means) / key_sizes, table_v

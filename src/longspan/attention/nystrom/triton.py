@@ -74,10 +74,8 @@ def segment_means(
     A cut: mask (B, N), first tokens and last plus one (B, F), valid tokens (B,).
     """
     (batch, heads, queries, channels), keys = q.shape, k.shape[2]
-    shape, sides = (
-        (batch, heads, few, channels),
-        zip(q_cut or [q] * 4, k_cut or [k] * 4, strict=True),
-    )
+    shape = batch, heads, few, channels
+    sides = zip(q_cut or [q] * 4, k_cut or [k] * 4, strict=True)
     q_out, k_out = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     size = min(padded(cdiv(max(queries, keys), few)), 64)
     _segment_means[(2 * batch * heads * few,)](
