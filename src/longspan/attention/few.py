@@ -32,7 +32,7 @@ class Config:
 
 # By verb, bytes of an element and padded channels: tiles that fit registers and shared memory.
 CONFIGS: dict[tuple[str, int, int], Config] = {
-    ("read_few", 2, 64): Config(128, 128, 8, 2),
+    ("read_few", 2, 64): Config(64, 64, 4, 3),
     ("read_few", 2, 128): Config(64, 64, 4, 2),
     ("read_few", 2, 256): Config(64, 64, 8, 1),
     ("read_few", 4, 64): Config(32, 32, 4, 1),

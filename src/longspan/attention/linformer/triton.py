@@ -39,7 +39,7 @@ class Config:
 
 # By verb, bytes of an element and padded channels.
 CONFIGS: dict[tuple[str, int, int], Config] = {
-    ("project", 2, 64): Config(128, 64, 4, 3),
+    ("project", 2, 64): Config(64, 64, 4, 3),
     ("project", 2, 128): Config(128, 64, 8, 3),
     ("project", 2, 256): Config(64, 64, 8, 2),
     ("project", 4, 64): Config(32, 32, 4, 1),

@@ -35,8 +35,12 @@ class Config:
     num_stages: int
 
 
-# By pass, bytes of an element and padded channels: tiles that fit registers and shared memory.
+SHORT_KEYS = 1024
+
+# By pass, bytes of an element and padded channels: tiles that fit registers and shared memory. For
+# up to SHORT_KEYS keys, the forward is "short" where that was measured to be faster.
 CONFIGS: dict[tuple[str, int, int], Config] = {
+    ("short", 2, 64): Config(64, 64, 4, 3),
     ("forward", 2, 64): Config(128, 64, 4, 3),
     ("forward", 2, 128): Config(128, 64, 8, 2),
     ("forward", 2, 256): Config(64, 64, 4, 2),
@@ -60,7 +64,8 @@ CONFIGS: dict[tuple[str, int, int], Config] = {
 
 def choose(verb: str, dtype: torch.dtype, *channels: int) -> Config:
     """The configuration of a pass for rows of a dtype and width."""
-    return CONFIGS[verb, dtype.itemsize, max(64, *(padded(n) for n in channels))]
+    rows = dtype.itemsize, max(64, *(padded(n) for n in channels))
+    return CONFIGS.get((verb, *rows)) or CONFIGS["forward", *rows]
 
 
 @triton.jit
@@ -196,7 +201,8 @@ def sum_values(
     """Output (B, H, Nq, Dv) for unit vectors k, and 1/norm (B, H, Nq) of its rows as summed."""
     batch, heads, queries, channels = q.shape
     keys, width = v.shape[2:]
-    config = config or choose("forward", v.dtype, channels, width)
+    verb = "short" if keys <= SHORT_KEYS else "forward"
+    config = config or choose(verb, v.dtype, channels, width)
     y = v.new_empty(batch, heads, queries, width)
     y_inverse = v.new_empty((batch, heads, queries), dtype=torch.float32)
     # float16 has not the range for p^τ: lifted by 2^(τ − 1), a right angle counts 1/2.

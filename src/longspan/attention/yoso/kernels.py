@@ -210,10 +210,9 @@ def yoso_backward(
     fast = v.dtype == torch.bfloat16 and max(q.shape[3], v.shape[3]) <= 128
     if fast and not true and not ordered:
         unit = (y, inverse) if normalize else None
-        g, scales, rows = verbs_backward.measure(g, unit, v, key_mask, -(-q.shape[3] // 8) * 8)
         scale = hash_bits / 2 / backward_hashes
         return verbs_backward.surrogate(
-            q, k, v, g, key_mask, scales, rows, q_token, k_token, q_lists, k_lists,
+            q, k, v, g, unit, key_mask, q_token, k_token, q_lists, k_lists,
             bits, scale, backward_hashes,
         )  # fmt: skip
     if normalize:

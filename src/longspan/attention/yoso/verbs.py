@@ -19,7 +19,7 @@ TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 INDICES = {torch.uint16: "uint16_t", torch.uint32: "uint32_t"}
 TABLE_BYTES = 1 << 28  # of tables at a time; more hashes take turns
 MANY_WARPS = 1 << 14  # a dozen for each place that an H200 has for them
-MOST_ROWS = 16  # of a bucket, that walk.cu looks at one by one
+MOST_ROWS = 20  # of a bucket, that walk.cu looks at one by one
 
 
 class Lists(NamedTuple):
@@ -210,7 +210,7 @@ def heavy_sum(lists: Lists, x: Tensor, bits: int) -> Tensor:
     batch, heads, hashes, tokens = lists.order.shape
     shape = (batch, heads, hashes, tokens // MOST_ROWS + 1, x.shape[3])
     sums = torch.empty(shape, dtype=_table_dtype(x), device=x.device)
-    warps = batch * heads * hashes * -(-(1 << bits) // 256)
+    warps = batch * heads * hashes * -(-(1 << bits) // 1024)
     launch_walk(8, x, bits, lists.order)(
         "heavy_sum", -(-warps // 4), 128, *lists, x, *_byte_strides(x), sums,
         heads, hashes, tokens, warps,

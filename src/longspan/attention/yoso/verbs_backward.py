@@ -25,6 +25,7 @@ from longspan.attention.yoso.verbs import (
 
 ROWS, OUTER = (CUDA / f"{name}.cu" for name in ("rows", "outer"))
 MANY_RUNS = 1 << 13  # of outer.cu: a dozen for each place that an H200 has for them
+RUN_TOKENS = 1024  # of a side of a run: not too many, so that all parts of the GPU end together
 FEW_ROWS = 48, 64  # of a bucket, that outer.cu takes in pairs: of small buckets, and of others
 FLOAT16_ROOM = 1 << 15  # that sums in float16 may reach
 
@@ -46,7 +47,7 @@ def measure(
 ) -> tuple[Tensor, Scales, tuple[Tensor, Tensor]]:
     """g taken through unit vectors and their 1/norms, if given; its norms, and those of v.
 
-    Also rows for `surrogate`, with queries and keys of so many channels: the first half of each.
+    Also rows for outer.cu, with queries and keys of so many channels: the first half of each.
     """
     (batch, heads, queries, width), keys = g.shape, v.shape[2]
     new = functools.partial(torch.empty, dtype=torch.float32, device=g.device)
@@ -58,12 +59,10 @@ def measure(
     )
     y, inverse = unit or (None, None)
     out = g if unit is None else torch.empty_like(g)
-    launch, groups = _launch_rows(channels, width), batch * heads
-    launch(
+    _launch_rows(channels, width)(
         "measure", _row_blocks(g, v, columns), 256, g, y, inverse, out, v, key_mask,
-        scales.g, scales.v, q_rows, k_rows, groups, heads, queries, keys,
+        scales.g, scales.v, q_rows, k_rows, batch * heads, heads, queries, keys,
     )  # fmt: skip
-    launch("total", 2 * groups, 1024, *scales, groups, queries, keys)
     return out, scales, (q_rows, k_rows)
 
 
@@ -72,9 +71,8 @@ def surrogate(
     k: Tensor,
     v: Tensor,
     g: Tensor,
+    unit: tuple[Tensor, Tensor] | None,
     key_mask: Tensor | None,
-    scales: Scales,
-    rows: tuple[Tensor, Tensor],
     q_token: Tensor,
     k_token: Tensor,
     q_lists: Lists,
@@ -85,71 +83,116 @@ def surrogate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ_i = scale Σ_h Σ_j [same bucket] (g_i·v_j) k̂_j through the norm of q_i, dK likewise; dV.
 
-    Contiguous rows (B, H, N, D) of bfloat16, up to 128 channels; dQ and dK take the first `used`
-    hashes. `q_token` may be empty unless `is_sparse`. The kernels add in float16, in no fixed
-    order; rows are scaled so that no sum leaves its range.
+    Contiguous rows (B, H, N, D) of bfloat16, up to 128 channels; g is first taken through the unit
+    vectors of the output and their 1/norms, if given; dQ and dK take the first `used` hashes.
+    `q_token` may be empty unless `is_sparse`. The kernels add in float16, in no fixed order; rows
+    are scaled so that no sum leaves its range.
     """
     channels, width = q.shape[3], v.shape[3]
     if channels % 8:  # rows of whole 16-byte words
         q, k = (F.pad(x, (0, -channels % 8)) for x in (q, k))
     (batch, heads, queries, padded), keys, hashes = q.shape, k.shape[2], k_token.shape[3]
-    sparse = is_sparse(max(queries, keys), bits)
-    if not sparse:
+    most = max(queries, keys)
+    sparse = is_sparse(most, bits)
+    g, scales, rows = measure(g, unit, v, key_mask, padded)
+    if sparse:
+        dv, heavy = torch.empty_like(v), heavy_sum(q_lists, g, bits)
+    else:
         dv, _ = collide(q_lists, g, k_token, key_mask, bits, normalize=False)
-    (q_order, q_first, q_most), (k_order, k_first, k_most) = q_lists, k_lists
-    if q_order.dtype != k_order.dtype:
-        q_order, k_order = q_order.to(torch.uint32), k_order.to(torch.uint32)
+    del g  # its memory is needed
+    if q_lists.order.dtype != k_lists.order.dtype:
+        q_lists, k_lists = (x._replace(order=x.order.to(torch.uint32)) for x in (q_lists, k_lists))
     columns, room = _columns(padded, width), FLOAT16_ROOM / used
     q_sums, k_sums = (
         torch.empty(batch, heads, n, columns, dtype=torch.float16, device=q.device)
         for n in (queries, keys)
     )
     launch, blocks = _launch_rows(padded, width), _row_blocks(q, k, columns)
-    sizes = batch * heads, queries, keys
-    launch("pair_rows", blocks, 256, q, k, *scales, *rows, q_sums, k_sums, *sizes, room)
-    # A warp walks a run of buckets: not too many tokens, so that all parts of the GPU end together.
-    lists, run, each, most = batch * heads * used, 32, 1, max(queries, keys)
-    while run > 2 and (most * run > 1024 << bits or lists << bits < run * MANY_RUNS):
-        run //= 2
-    runs = lists * -(-(1 << bits) // run)
-    few = FEW_ROWS[most >= 32 << bits]
-    outer = _outer(columns, q_order.dtype, few)
-    arguments = (
-        *rows, q_order, k_order, q_first, k_first, q_sums, k_sums,
-        queries, keys, hashes, used, 1 << bits, run,
+    groups, sizes = batch * heads, (batch * heads, queries, keys)
+    # Where buckets are nearly empty, few heads have one that is not walked.
+    fullest = scales.totals.new_empty((2, batch, heads), dtype=torch.uint32) if sparse else None
+    launch(
+        "total", 2 * groups, 1024, *scales, q_lists.most, k_lists.most, fullest, *sizes,
+        hashes, used,
     )  # fmt: skip
-    in_pairs = columns == 64 and not sparse and most < 4 * few << bits
-    light = (few, few) if in_pairs else (0, 0)
-    if sparse:
-        light, each = (MOST_ROWS, 1 << 30), 16
-    elif in_pairs and most <= few // 2 << bits:
-        each = 4
-    # Where little or nothing is left to tables, a warp looks through many buckets.
-    tables = 2 * lists * -(-(1 << bits) // (run * each))
-    large = each, q_most, k_most, *light
-    if in_pairs and most <= few << bits:
-        outer("outer_both", tables + runs, 32, *arguments, *large, tables)
-    else:
-        if in_pairs:
-            outer("outer_pairs", runs, 32, *arguments)
-        outer("outer_tables", tables, 32 if columns == 64 else 128, *arguments, *large)
+    launch(
+        "pair_rows", blocks, 256, q, k, *scales, fullest, *rows, q_sums, k_sums, *sizes,
+        MOST_ROWS, room,
+    )  # fmt: skip
+    outer(rows, q_lists, k_lists, (q_sums, k_sums), bits, used, walked=sparse)
     fits = padded == columns
     dq, dk = (
         s.view(x.dtype) if fits else torch.empty_like(x) for s, x in ((q_sums, q), (k_sums, k))
     )
     scale /= room
     if sparse:
-        dv, heavy = torch.empty_like(v), heavy_sum(q_lists, g, bits)
         each = 128 // (columns // 8)
         blocks = -(-batch * heads * queries // each) + -(-batch * heads * keys // each)
-        launch_walk(padded, v, bits, q_order)(
-            "walk_outer", blocks, 128, q_token, k_token, q_order, k_order, q_first,
-            k_first, q, k, *rows, *scales, q_sums, k_sums, heavy, key_mask, dq, dk, dv,
-            batch * heads, heads, hashes, used, queries, keys, scale,
+        launch_walk(padded, v, bits, q_lists.order)(
+            "walk_outer", blocks, 128, q_token, k_token, q_lists.order, k_lists.order,
+            q_lists.first, k_lists.first, q, k, *rows, *scales, fullest, q_sums, k_sums, heavy,
+            key_mask, dq, dk, dv, batch * heads, heads, hashes, used, queries, keys, scale,
         )  # fmt: skip
     else:
         launch("finish", blocks, 256, q_sums, k_sums, q, k, *scales, dq, dk, *sizes, scale)
     return dq[..., :channels].contiguous(), dk[..., :channels].contiguous(), dv
+
+
+def outer(
+    rows: tuple[Tensor, Tensor],
+    q_lists: Lists,
+    k_lists: Lists,
+    sums: tuple[Tensor, Tensor],
+    bits: int,
+    used: int,
+    *,
+    walked: bool,
+) -> None:
+    """Add to `sums` what outer.cu finds: in all buckets, or in those that are not `walked`."""
+    (q_order, q_first, q_most), (k_order, k_first, k_most) = q_lists, k_lists
+    (batch, heads, hashes, queries), keys, columns = (
+        q_order.shape,
+        k_order.shape[3],
+        sums[0].shape[3],
+    )
+    groups, buckets, most = batch * heads, 1 << bits, max(queries, keys)
+    run, each, above = 32, 1, (0, 0)  # a warp walks a run of buckets
+    while run > 2 and (most * run > RUN_TOKENS << bits or groups * used << bits < run * MANY_RUNS):
+        run //= 2
+    a_head = used * -(-buckets // run)  # runs
+    kept = 2 * a_head * run * 2 * columns**2  # bytes of the tables of two sides of a head
+    few, many = FEW_ROWS[most >= 32 << bits], 8 * most >> bits
+    small = columns == 64 and not walked
+    in_pairs = small and most < 4 * few << bits
+    # In phases where the cache has no room for rows and sums of a side, if there is work for all.
+    in_phases = small and 8 * columns * most > _cache_bytes(q_order.device)
+    in_phases = in_phases and not in_pairs and a_head >= MANY_RUNS // 4 and kept <= sums[1].nbytes
+    # Where little or nothing is left to tables, a warp looks through many buckets.
+    if walked:
+        above, each = (MOST_ROWS, 1 << 30), 32
+    elif in_pairs:
+        above, each = (few, few), 4 if most <= few // 2 << bits else 1
+    elif in_phases:
+        above, each = (many, many), 4
+    tables = 2 * groups * used * -(-buckets // (run * each))
+    launch = functools.partial(_outer, columns, q_order.dtype)
+    arguments = (
+        *rows, q_order, k_order, q_first, k_first, *sums, queries, keys, hashes, used, buckets, run,
+    )  # fmt: skip
+    large = each, q_most, k_most, *above
+    if in_pairs and most <= few << bits:
+        launch(few)("outer_both", tables + groups * a_head, 32, *arguments, *large, tables)
+        return
+    if in_pairs:
+        launch(few)("outer_pairs", groups * a_head, 32, *arguments)
+    if in_phases:
+        store = torch.empty(kept, dtype=torch.uint8, device=q_order.device)
+        order = q_most.new_empty(1 + 2 * groups * (1 + a_head))
+        launch(0)("clear", -(-order.numel() // 256), 256, order, order.numel())
+        launch(0)(
+            "outer_phased", 4 * groups * a_head, 32, *arguments, many, store, order, 2 * groups
+        )
+    launch(0)("outer_tables", tables, 32 if columns == 64 else 128, *arguments, *large)
 
 
 def true_gradient(
@@ -169,8 +212,8 @@ def true_gradient(
 ) -> tuple[Tensor, Tensor]:
     """dQ and dK weighted by the slope of the collision probability: contiguous rows, any dtype.
 
-    Of a bucket of more than MOST_ROWS tokens, that many are drawn for each token that meets it, and
-    stand for all: right on average, and linear whatever the sizes.
+    Of a bucket of more than DRAWN tokens (walk.cu), that many are drawn for each token that meets
+    it, and stand for all: right on average, and linear whatever the sizes.
     """
     from longspan.attention.yoso import triton
 
@@ -200,6 +243,12 @@ def _row_blocks(a: Tensor, b: Tensor, columns: int) -> int:
     """Blocks of rows.cu for the rows of a and b."""
     rows = a.shape[0] * a.shape[1] * (a.shape[2] + b.shape[2])
     return -(-rows * columns // 8 // 256)
+
+
+@functools.cache
+def _cache_bytes(device: torch.device) -> int:
+    """Of the second level."""
+    return torch.cuda.get_device_properties(device).L2_cache_size
 
 
 @functools.cache

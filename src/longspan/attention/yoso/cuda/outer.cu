@@ -2,7 +2,7 @@
 //
 //   W      columns of a row, 64 or 128; zero beyond the channels
 //   INDEX  type of the numbers in the lists of tokens, uint16_t or uint32_t
-//   LIGHT  tokens of a bucket that are taken in pairs, 48 or 64
+//   LIGHT  tokens of a bucket that are taken in pairs, 48 or 64; zero for the kernels that take none so
 //
 // A token is a row of 2 W float16 numbers: [ĝ | q̂ |g| s] for a query, [v̂ | k̂ |v| s] for a key, unit
 // vectors and a factor s that keeps every sum in the range of float16. With them, over the tokens
@@ -100,10 +100,14 @@ __device__ inline void sync_block() {
 // run of buckets and side, each of its warps some rows of the table. Side 0 builds Σ_j K_j v̂_jᵀ from
 // the keys and applies it to the queries, giving dQ; side 1 the other way round. The work is in
 // proportion to the tokens, whatever the size of a bucket. A block looks through `each` runs of `length`
-// buckets; most (BH, m): the tokens of the fullest.
+// buckets; most (BH, m): the tokens of the fullest. BUILD leaves the tables of a run at `kept`, a place
+// for each of its buckets, and APPLY takes them from there: both for the buckets that are not above.
+enum Part { ALL, BUILD, APPLY };
+
+template <Part PART>
 __device__ void run_tables(char* memory, uint32_t task, const Sides& both, int64_t length, int64_t each,
                            const uint32_t* q_most, const uint32_t* k_most, int64_t own_above,
-                           int64_t other_above) {
+                           int64_t other_above, uint4* kept = nullptr) {
   __shared__ uint32_t edges[2][33];  // first places, of the own and of the other side
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int stretch = (int)(length * each);  // buckets, `each` runs of them
@@ -113,7 +117,8 @@ __device__ void run_tables(char* memory, uint32_t task, const Sides& both, int64
   const bool side = bhs % 2;
   const int64_t hash = (int64_t)bh * both.hashes + task / runs % (uint32_t)both.used;
   const Side q = both.q(bh, hash), k = both.k(bh, hash);
-  if ((side ? q_most : k_most)[hash] <= own_above && (side ? k_most : q_most)[hash] <= other_above)
+  if (PART == ALL && (side ? q_most : k_most)[hash] <= own_above &&
+      (side ? k_most : q_most)[hash] <= other_above)
     return;  // no bucket of this hash is for this kernel
   const Side own = side ? q : k, other = side ? k : q;
   char* out = (side ? both.dk + bh * both.keys * (2 * W) : both.dq + bh * both.queries * (2 * W)) +
@@ -132,7 +137,8 @@ __device__ void run_tables(char* memory, uint32_t task, const Sides& both, int64
       sync_block();
       const uint32_t a = lane < count ? edges[0][lane + 1] - edges[0][lane] : 0;
       const uint32_t b = lane < count ? edges[1][lane + 1] - edges[1][lane] : 0;
-      live = __ballot_sync(~0u, a > 0 && b > 0 && (a > own_above || b > other_above));
+      const bool above = a > own_above || b > other_above;
+      live = __ballot_sync(~0u, a > 0 && b > 0 && above == (PART == ALL));
     }
     if (!live) continue;
 
@@ -140,10 +146,11 @@ __device__ void run_tables(char* memory, uint32_t task, const Sides& both, int64
     // are those of the chunk to be fetched next: token of each lane, 64 at the end of a side + rows.
     uint32_t at = 0, index = 0, note = 0;
     int left = 0, bucket = 0;
-    bool on_other = true;
+    bool on_other = PART != BUILD;
+    uint32_t mine = live;  // buckets whose tables are still to come
     auto next = [&]() {
       if (left == 0) {
-        if (on_other) {
+        if (on_other || PART != ALL) {
           bucket = __ffs(live) - 1;
           if (!live) {
             note = 0;
@@ -151,7 +158,7 @@ __device__ void run_tables(char* memory, uint32_t task, const Sides& both, int64
           }
           live &= live - 1;
         }
-        on_other = !on_other;
+        if (PART == ALL) on_other = !on_other;
         at = edges[on_other][bucket];
         left = edges[on_other][bucket + 1] - at;
       }
@@ -251,28 +258,54 @@ __device__ void run_tables(char* memory, uint32_t task, const Sides& both, int64
     auto fetch_late = [&]() {
       if (STAGES > 2) fetch(spent);
     };
+    auto word_of = [&](int i, int j) {  // where two tiles of a table are kept
+      const int bucket = run - begin + __ffs(mine) - 1;
+      return kept + (bucket * (MT * NT) + i * NT + j) * 16 + lane;
+    };
     take();
     while (here) {
-      fetch_early();
-      build(0, true);
-      if ((here & 63) > 16) build(16, false);
-      fetch_late();
-      while (here < 64) {
-        take();
+      if (PART == APPLY) {
+#pragma unroll
+        for (int i = 0; i < MT; i++)
+#pragma unroll
+          for (int j = 0; j < NT; j += 2) {
+            const uint4 word = __ldcs(word_of(i, j));
+            small[i][j][0] = word.x, small[i][j][1] = word.y;
+            small[i][j + 1][0] = word.z, small[i][j + 1][1] = word.w;
+          }
+        mine &= mine - 1;
+      } else {
         fetch_early();
-        build(0, false);
+        build(0, true);
         if ((here & 63) > 16) build(16, false);
         fetch_late();
-      }
-#pragma unroll
-      for (int i = 0; i < MT; i++)
-#pragma unroll
-        for (int j = 0; j < NT; j++) {
-          small[i][j][0] = pack(table[i][j][0], table[i][j][1]);
-          small[i][j][1] = pack(table[i][j][2], table[i][j][3]);
+        while (here < 64) {
+          take();
+          fetch_early();
+          build(0, false);
+          if ((here & 63) > 16) build(16, false);
+          fetch_late();
         }
-      do {
+#pragma unroll
+        for (int i = 0; i < MT; i++)
+#pragma unroll
+          for (int j = 0; j < NT; j++) {
+            small[i][j][0] = pack(table[i][j][0], table[i][j][1]);
+            small[i][j][1] = pack(table[i][j][2], table[i][j][3]);
+          }
         take();
+      }
+      if (PART == BUILD) {
+#pragma unroll
+        for (int i = 0; i < MT; i++)
+#pragma unroll
+          for (int j = 0; j < NT; j += 2)
+            __stcs(word_of(i, j), make_uint4(small[i][j][0], small[i][j][1], small[i][j + 1][0],
+                                             small[i][j + 1][1]));
+        mine &= mine - 1;
+        continue;
+      }
+      while (true) {
         float sum[2 * MT][4];
         fetch_early();
         apply(0, sum);
@@ -282,8 +315,10 @@ __device__ void run_tables(char* memory, uint32_t task, const Sides& both, int64
           apply(16, sum);
           emit(16, sum);
         }
-      } while (here < 64);
-      take();
+        const bool last = here >= 64;
+        take();
+        if (last) break;
+      }
     }
     asm volatile("cp.async.wait_group 0;" ::: "memory");
   }
@@ -291,14 +326,64 @@ __device__ void run_tables(char* memory, uint32_t task, const Sides& both, int64
 
 constexpr int TABLES_MEMORY = STAGES * SLOT;
 
+// Between warps of a grid: one counts what it has written, another waits until enough has been.
+__device__ inline void tell(uint32_t* count) {
+  __threadfence();
+  __syncwarp();
+  if (threadIdx.x == 0)
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
+}
+
+__device__ inline void wait_for(const uint32_t* count, uint32_t wanted) {
+  uint32_t seen;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
+  } while (seen < wanted);
+  __syncwarp();
+}
+
+#if LIGHT == 0
 extern "C" __global__ void __launch_bounds__(32 * BLOCKS, PER_SM / BLOCKS)
     outer_tables(SIDES, int64_t length, int64_t each, const uint32_t* q_most, const uint32_t* k_most,
                  int64_t own_above, int64_t other_above) {
   __shared__ __align__(128) char memory[TABLES_MEMORY];
-  run_tables(memory, blockIdx.x, BOTH, length, each, q_most, k_most, own_above, other_above);
+  run_tables<ALL>(memory, blockIdx.x, BOTH, length, each, q_most, k_most, own_above, other_above);
 }
 
 #if W == 64
+// Buckets of up to `above` queries and keys: the tables of all hashes of a side of a head, then what they
+// are applied to. At a time, the cache has to hold half of what it must for both. `kept` has room for the
+// tables of two sides. `order`, all zero at first: a ticket, how many runs of each side are applied, which
+// runs are built. A block waits for those with lower tickets alone, which have begun.
+extern "C" __global__ void __launch_bounds__(32, PER_SM)
+    outer_phased(SIDES, int64_t length, int64_t above, uint4* kept, uint32_t* order, int64_t sides) {
+  __shared__ __align__(128) char memory[TABLES_MEMORY];
+  const uint32_t tasks = (uint32_t)((buckets + length - 1) / length * used);  // of a side
+  uint32_t ticket = 0;
+  if (threadIdx.x == 0) ticket = atomicAdd(order, 1);
+  ticket = __shfl_sync(~0u, ticket, 0);
+  const uint32_t side = ticket / (2 * tasks), run = side * tasks + ticket % tasks;
+  uint32_t* applied = order + 1 + side;
+  uint32_t* built = order + 1 + sides + run;
+  kept += (int64_t)(run % (2 * tasks)) * length * (MT * NT * 16);
+  if (ticket / tasks % 2 == 0) {
+    if (side >= 2) wait_for(applied - 2, tasks);
+    run_tables<BUILD>(memory, run, BOTH, length, 1, nullptr, nullptr, above, above, kept);
+    tell(built);
+  } else {
+    wait_for(built, 1);
+    run_tables<APPLY>(memory, run, BOTH, length, 1, nullptr, nullptr, above, above, kept);
+    tell(applied);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(256) clear(uint32_t* x, int64_t count) {
+  const int64_t i = blockIdx.x * 256 + threadIdx.x;
+  if (i < count) x[i] = 0;
+}
+#endif
+
+#else
 // Buckets of up to LIGHT queries and keys: S = ĝ v̂ᵀ, dQ = S K, dK = Sᵀ Q; one warp a run of buckets.
 // Arguments as above.
 constexpr int TILES = LIGHT / 16;
@@ -475,7 +560,7 @@ extern "C" __global__ void __launch_bounds__(32, PER_SM)
                int64_t own_above, int64_t other_above, int64_t tables) {
   __shared__ __align__(128) char memory[TABLES_MEMORY > PAIRS_MEMORY ? TABLES_MEMORY : PAIRS_MEMORY];
   if (blockIdx.x < tables)
-    run_tables(memory, blockIdx.x, BOTH, length, each, q_most, k_most, own_above, other_above);
+    run_tables<ALL>(memory, blockIdx.x, BOTH, length, each, q_most, k_most, own_above, other_above);
   else
     run_pairs(memory, blockIdx.x - (uint32_t)tables, BOTH, length);
 }

@@ -64,14 +64,18 @@ extern "C" __global__ void __launch_bounds__(256) measure(
   store8<F16>((row.key ? k_rows : q_rows) + row.at * (4 * W), lane, x);
 }
 
-// Sums of the norms over the tokens of a head, (2, BH): a block each, always in the same order.
+// Sums of the norms over the tokens of a head, (2, BH): a block each, always in the same order. And where
+// it is asked for, the largest of `most`, (BH, hashes), of the first `used` hashes: the tokens of the
+// fullest bucket of queries and of keys, (2, BH).
 extern "C" __global__ void __launch_bounds__(1024) total(
-    const float* g_norms, const float* v_norms, float* totals, int64_t batch_heads, int64_t queries,
-    int64_t keys) {
+    const float* g_norms, const float* v_norms, float* totals, const uint32_t* q_most,
+    const uint32_t* k_most, uint32_t* fullest, int64_t batch_heads, int64_t queries, int64_t keys,
+    int64_t hashes, int64_t used) {
   __shared__ float parts[32];
   const bool key = blockIdx.x >= batch_heads;
   const int64_t n = key ? keys : queries;
-  const float* norms = key ? v_norms + (blockIdx.x - batch_heads) * n : g_norms + blockIdx.x * n;
+  const int64_t bh = blockIdx.x - (key ? batch_heads : 0);
+  const float* norms = (key ? v_norms : g_norms) + bh * n;
   float sum = 0;
 #pragma unroll 8
   for (int64_t i = threadIdx.x; i < n; i += 1024) sum += norms[i];
@@ -82,13 +86,20 @@ extern "C" __global__ void __launch_bounds__(1024) total(
   sum = parts[threadIdx.x];
   for (int o = 16; o; o /= 2) sum += __shfl_xor_sync(~0u, sum, o);
   if (threadIdx.x == 0) totals[blockIdx.x] = sum;
+  if (!fullest) return;
+  uint32_t most = 0;
+  for (int64_t i = threadIdx.x; i < used; i += 32)
+    most = max(most, (key ? k_most : q_most)[bh * hashes + i]);
+  most = __reduce_max_sync(~0u, most);
+  if (threadIdx.x == 0) fullest[blockIdx.x] = most;
 }
 
-// The second half of what outer.cu reads, and zeros where it adds.
+// The second half of what outer.cu reads, and zeros where it adds: to the queries of heads with a bucket of
+// more than `above` keys and the other way round, or to all where no `fullest` is given.
 extern "C" __global__ void __launch_bounds__(256) pair_rows(
     const char* q, const char* k, const float* g_norms, const float* v_norms, const float* totals,
-    char* q_rows, char* k_rows, char* q_sums, char* k_sums, int64_t batch_heads, int64_t queries,
-    int64_t keys, float room) {
+    const uint32_t* fullest, char* q_rows, char* k_rows, char* q_sums, char* k_sums,
+    int64_t batch_heads, int64_t queries, int64_t keys, int64_t above, float room) {
   const Row row(batch_heads, queries, keys);
   const int lane = threadIdx.x % GROUP;
   const float norm = row.there ? (row.key ? v_norms : g_norms)[row.at] : 0;
@@ -100,6 +111,7 @@ extern "C" __global__ void __launch_bounds__(256) pair_rows(
   for (int i = 0; i < 8; i++) x[i] *= factor;
   if (!row.there) return;
   store8<F16>((row.key ? k_rows : q_rows) + row.at * (4 * W) + 2 * W, lane, x);
+  if (fullest && fullest[row.bh + (row.key ? 0 : batch_heads)] <= above) return;
   *((uint4*)((row.key ? k_sums : q_sums) + row.at * (2 * W)) + lane) = make_uint4(0, 0, 0, 0);
 }
 

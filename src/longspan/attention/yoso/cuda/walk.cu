@@ -13,9 +13,10 @@
 #include "common.cuh"
 #include "rows.cuh"
 
-constexpr int MOST = 16;  // tokens of a bucket that are looked at one by one
+constexpr int MOST = 20;   // tokens of a bucket that are looked at one by one
+constexpr int DRAWN = 16;  // for the true gradient, and drawn from larger buckets
 constexpr int THREADS = 128;
-constexpr uint32_t HEAVY = 1u << 31;
+constexpr uint32_t NONE = ~0u;
 constexpr Type SUM = X == BF16 ? BF16 : F32;  // number type of the sums of heavy buckets
 
 // Where the sum of a heavy bucket of one hash is kept: buckets follow one another in the list, and each
@@ -28,12 +29,13 @@ struct Lists {  // of the other side, for one head
   int64_t n;
 };
 
-// What a token meets in ROUNDS GROUP hashes from h on, written to `met`: numbers of tokens, or HEAVY and
-// the slot of a bucket of more than MOST. With SAMPLE, MOST tokens of such a bucket instead, each as
-// likely as any other, and `weight` for what they stand for. How many there are.
+// What a token meets in ROUNDS GROUP hashes from h on: how many tokens, and their numbers, written to `met`.
+// Of buckets of more than MOST, this lane has the slots in `heavy`, else NONE. With SAMPLE, DRAWN tokens of
+// a bucket of more than those are met, each as likely as any other, and `weight` is what they stand for.
 template <int GROUP, int ROUNDS, bool SAMPLE>
 __device__ int meet(const Lists& lists, const Code* codes, int h, int hashes, bool there,
-                    uint32_t random, uint32_t* met, float* weight) {
+                    uint32_t random, INDEX* met, float* weight, uint32_t (&heavy)[ROUNDS]) {
+  constexpr int LIMIT = SAMPLE ? DRAWN : MOST;
   const int lane = threadIdx.x % GROUP;
   uint32_t at[ROUNDS], count[ROUNDS], entries = 0;
 #pragma unroll
@@ -47,7 +49,7 @@ __device__ int meet(const Lists& lists, const Code* codes, int h, int hashes, bo
   }
 #pragma unroll
   for (int r = 0; r < ROUNDS; r++)
-    entries += count[r] <= MOST ? count[r] : SAMPLE ? MOST : 1;
+    entries += count[r] <= LIMIT ? count[r] : SAMPLE ? DRAWN : 0;
   uint32_t end = entries;
   for (int o = 1; o < GROUP; o *= 2) {
     const uint32_t other = __shfl_up_sync(~0u, end, o, GROUP);
@@ -58,20 +60,21 @@ __device__ int meet(const Lists& lists, const Code* codes, int h, int hashes, bo
   for (int r = 0; r < ROUNDS; r++) {
     const int hash = h + r * GROUP + lane;
     const INDEX* order = lists.order + hash * lists.n + at[r];
-    if (count[r] <= MOST) {
+    heavy[r] = NONE;
+    if (count[r] <= LIMIT) {
       for (uint32_t e = 0; e < count[r]; e++, to++) {
         met[to] = order[e];
         if (SAMPLE) weight[to] = 1;
       }
     } else if (SAMPLE) {
-      const float stride = (float)count[r] / MOST;
+      const float stride = (float)count[r] / DRAWN;
       const float start = (mix(random ^ mix(hash)) >> 8) * 0x1p-24f;
-      for (uint32_t e = 0; e < MOST; e++, to++) {
+      for (uint32_t e = 0; e < DRAWN; e++, to++) {
         met[to] = order[min((uint32_t)((start + e) * stride), count[r] - 1)];
         weight[to] = stride;
       }
     } else {
-      met[to++] = HEAVY | (uint32_t)(hash * (lists.n / MOST + 1) + heavy_slot(at[r]));
+      heavy[r] = (uint32_t)(hash * (lists.n / MOST + 1) + heavy_slot(at[r]));
     }
   }
   __syncwarp();
@@ -79,13 +82,13 @@ __device__ int meet(const Lists& lists, const Code* codes, int h, int hashes, bo
 }
 
 // Sums of the rows of heavy buckets, (BH, m, n / MOST + 1, E), the only ones that are written. A warp
-// looks at 256 buckets, 32 at a time. Rows of x at the given byte strides; most (BH, m): the tokens of
+// looks at 1,024 buckets, 32 at a time. Rows of x at the given byte strides; most (BH, m): the tokens of
 // the fullest bucket.
 extern "C" __global__ void __launch_bounds__(THREADS) heavy_sum(
     const INDEX* order, const uint32_t* first, const uint32_t* most, const char* x,
     int64_t batch_bytes, int64_t head_bytes, int64_t row_bytes, char* sums, int64_t heads,
     int64_t hashes, int64_t n, int64_t warps) {
-  constexpr int GROUP = group_of(E), STRETCH = 256, PARTS = (BUCKETS + STRETCH - 1) / STRETCH;
+  constexpr int GROUP = group_of(E), STRETCH = 1024, PARTS = (BUCKETS + STRETCH - 1) / STRETCH;
   const int64_t id = (int64_t)blockIdx.x * (THREADS / 32) + threadIdx.x / 32, hash = id / PARTS;
   if (id >= warps || most[hash] <= MOST) return;
   const int lane = threadIdx.x % 32, piece = lane % GROUP, begin_bucket = id % PARTS * STRETCH;
@@ -122,10 +125,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) heavy_sum(
   }
 }
 
-__device__ inline void add_heavy(const char* heavy, uint32_t met, int lane, float (&sum)[8]) {
-  Row8<SUM> row;
-  row.load(heavy + (int64_t)(met - HEAVY) * (E * Bytes<SUM>::each), lane);
-  row.add_to(sum);
+// Add the sums of the heavy buckets that the lanes of a group have found.
+template <int GROUP, int ROUNDS>
+__device__ inline void add_heavy(const char* sums, const uint32_t (&heavy)[ROUNDS], float (&sum)[8]) {
+  const int lane = threadIdx.x % GROUP, begin = threadIdx.x % 32 - lane;
+#pragma unroll
+  for (int r = 0; r < ROUNDS; r++) {
+    uint32_t found = __ballot_sync(~0u, heavy[r] != NONE) >> begin;
+    if (GROUP < 32) found &= (1u << GROUP % 32) - 1;
+    while (__any_sync(~0u, found)) {
+      const uint32_t slot = __shfl_sync(~0u, heavy[r], begin + __ffs(found | 1u << 31) - 1);
+      if (found && lane * 8 < E) {
+        Row8<SUM> row;
+        row.load(sums + (int64_t)slot * (E * Bytes<SUM>::each), lane);
+        row.add_to(sum);
+      }
+      found &= found - 1;
+    }
+  }
 }
 
 // y (BH, nq, E) = 1/m Σ of the rows of x that a token meets, or its unit vector, with 1/norm in
@@ -136,8 +153,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) walk_gather(
     float* inverse, int64_t heads, int64_t hashes, int64_t n, int64_t tokens, int64_t rows,
     float scale) {
   constexpr int GROUP = group_of(E), ROUNDS = 1;
-  __shared__ uint32_t room[THREADS / GROUP][GROUP * ROUNDS * MOST];
-  uint32_t* met = room[threadIdx.x / GROUP];
+  __shared__ INDEX room[THREADS / GROUP][GROUP * ROUNDS * MOST];
+  INDEX* met = room[threadIdx.x / GROUP];
+  uint32_t slots[ROUNDS];
   const int64_t row = (int64_t)blockIdx.x * (THREADS / GROUP) + threadIdx.x / GROUP;
   const int lane = threadIdx.x % GROUP;
   const bool there = row < rows, holds = lane * 8 < E;
@@ -149,20 +167,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) walk_gather(
   float sum[8] = {};
   for (int h = 0; h < hashes; h += ROUNDS * GROUP) {
     const int count =
-        meet<GROUP, ROUNDS, false>(lists, codes + row * hashes, h, hashes, seen, 0, met, nullptr);
+        meet<GROUP, ROUNDS, false>(lists, codes + row * hashes, h, hashes, seen, 0, met, nullptr, slots);
     for (int i = 0; i < count; i += 8) {
       Row8<X> part[8];
 #pragma unroll
       for (int u = 0; u < 8; u++) {
-        const uint32_t j = i + u < count ? met[i + u] : HEAVY;
-        if (holds && j < HEAVY) part[u].load(x + (int64_t)j * row_bytes, lane);
+        if (holds && i + u < count) part[u].load(x + (int64_t)met[i + u] * row_bytes, lane);
         else part[u].clear();
       }
 #pragma unroll
       for (int u = 0; u < 8; u++) part[u].add_to(sum);
     }
-    for (int i = 0; i < count; i++)
-      if (met[i] >= HEAVY && holds) add_heavy(heavy, met[i], lane, sum);
+    add_heavy<GROUP>(heavy, slots, sum);
     __syncwarp();
   }
   if (inverse) {
@@ -215,15 +231,16 @@ __device__ inline void load8(const char* row, int channels, bool there, float (&
 #if D <= 128 && E <= 128
 // Gradients of the surrogate from bfloat16: queries come first in the grid, then keys, and dV with dK.
 // Rows as outer.cu reads them, [ĝ | q̂ |g| s] and [v̂ | k̂ |v| s]; its sums over the heavy buckets are in
-// q_sums and k_sums; `heavy` has the sums of g over the heavy buckets of queries. Of all hashes, dQ and
-// dK take the first `used`.
+// q_sums and k_sums, for the heads that have some: `fullest` (2, BH) are the tokens of the fullest bucket of
+// queries and of keys. `heavy` has the sums of g over the heavy buckets of queries. Of all hashes, dQ and dK
+// take the first `used`.
 constexpr int W = D <= 64 && E <= 64 ? 64 : 128, LANES = W / 8, ROUNDS = 2;
 
 template <bool KEY>
-__device__ void walk_outer_side(const Side& s, const float* totals, const char* sums,
-                                const char* heavy, const bool* mask, int64_t row, bool there,
+__device__ void walk_outer_side(const Side& s, const float* totals, const uint32_t* fullest,
+                                const char* sums, const char* heavy, const bool* mask, int64_t row, bool there,
                                 uint32_t batch_heads, uint32_t heads, int hashes, int used,
-                                float scale, char* out, char* dv, uint32_t* met) {
+                                float scale, char* out, char* dv, INDEX* met) {
   const int lane = threadIdx.x % LANES;
   const uint32_t bh = there ? (uint32_t)row / (uint32_t)s.n : 0;
   const bool seen = there && !(KEY && mask && !mask[bh / heads * s.n + row - bh * s.n]);
@@ -237,6 +254,7 @@ __device__ void walk_outer_side(const Side& s, const float* totals, const char* 
   const float g_scale = 8192 * inverse_of(g_total), g_back = g_total / 8192;
   Row8<F16> own;
   float sum[8] = {}, v_sum[8] = {};
+  uint32_t slots[ROUNDS];
   if (seen) own.load(s.a + row * (4 * W), lane);
   else own.clear();
   for (int h = 0, next; h < (KEY ? hashes : used); h = next) {
@@ -244,16 +262,16 @@ __device__ void walk_outer_side(const Side& s, const float* totals, const char* 
     // Beyond the first `used`, hashes count for dV alone; they come in rounds of their own.
     const int limit = h < used ? used : hashes;
     const int count =
-        meet<LANES, ROUNDS, false>(lists, s.codes + row * hashes, h, limit, seen, 0, met, nullptr);
+        meet<LANES, ROUNDS, false>(lists, s.codes + row * hashes, h, limit, seen, 0, met, nullptr, slots);
     const int most = __reduce_max_sync(~0u, count);  // the groups of a warp go together
     for (int i = 0; i < most; i += 4) {
       Row8<F16> a[4], b[4];
       float size[4];
 #pragma unroll
       for (int u = 0; u < 4; u++) {
-        const uint32_t j = i + u < count ? met[i + u] : HEAVY;
         a[u].clear(), b[u].clear(), size[u] = 0;
-        if (j >= HEAVY) continue;
+        if (i + u >= count) continue;
+        const uint32_t j = met[i + u];
         a[u].load(rows + (int64_t)j * (4 * W), lane);
         if (!KEY || h < used) b[u].load(rows + (int64_t)j * (4 * W) + 2 * W, lane);
         if (KEY) size[u] = s.other_norms[from + j] * g_scale;
@@ -278,18 +296,19 @@ __device__ void walk_outer_side(const Side& s, const float* totals, const char* 
         for (int c = 0; c < 8; c++) v_sum[c] += g_back * x[c];
       }
     }
-    if (KEY)
-      for (int i = 0; i < count; i++)
-        if (met[i] >= HEAVY && lane * 8 < E) add_heavy(heavy, met[i], lane, v_sum);
+    if (KEY) add_heavy<LANES>(heavy, slots, v_sum);
     __syncwarp();
   }
-  const uint32_t* words = (const uint32_t*)(sums + row * (2 * W));
+  const uint32_t other_side = bh + (KEY ? 0 : batch_heads);
+  if (seen && fullest[other_side] > MOST) {
+    const uint32_t* words = (const uint32_t*)(sums + row * (2 * W));
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    float low, high;
-    unpack(seen ? words[column_word(lane, i)] : 0, low, high, F16);
-    sum[2 * i] += low;
-    sum[2 * i + 1] += high;
+    for (int i = 0; i < 4; i++) {
+      float low, high;
+      unpack(words[column_word(lane, i)], low, high, F16);
+      sum[2 * i] += low;
+      sum[2 * i + 1] += high;
+    }
   }
   __syncwarp();  // all of a row is read before any of it is written
   float unit[8];
@@ -300,7 +319,7 @@ __device__ void walk_outer_side(const Side& s, const float* totals, const char* 
     unit[c] *= inverse;
     v_sum[c] *= 1.f / hashes;
   }
-  const float total = totals[bh + (KEY ? 0 : batch_heads)], norm = seen ? s.norms[row] : 0;
+  const float total = totals[other_side], norm = seen ? s.norms[row] : 0;
   through_norm<LANES>(sum, unit, inverse * scale * norm * total, seen,
                       there ? out + row * (D * 2) : nullptr);
   if (KEY && there && lane * 8 < E) store8<X>(dv + row * (E * 2), lane, v_sum);
@@ -310,34 +329,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 7) walk_outer(
     const Code* q_codes, const Code* k_codes, const INDEX* q_order, const INDEX* k_order,
     const uint32_t* q_first, const uint32_t* k_first, const char* q, const char* k,
     const char* q_rows, const char* k_rows, const float* g_norms, const float* v_norms,
-    const float* totals, const char* q_sums, const char* k_sums, const char* heavy,
-    const bool* mask, char* dq, char* dk, char* dv, int64_t batch_heads, int64_t heads,
+    const float* totals, const uint32_t* fullest, const char* q_sums, const char* k_sums,
+    const char* heavy, const bool* mask, char* dq, char* dk, char* dv, int64_t batch_heads, int64_t heads,
     int64_t hashes, int64_t used, int64_t queries, int64_t keys, float scale) {
-  __shared__ uint32_t room[THREADS / LANES][LANES * ROUNDS * MOST];
-  uint32_t* met = room[threadIdx.x / LANES];
+  __shared__ INDEX room[THREADS / LANES][LANES * ROUNDS * MOST];
+  INDEX* met = room[threadIdx.x / LANES];
   constexpr int EACH = THREADS / LANES;
   const int64_t blocks = (batch_heads * queries + EACH - 1) / EACH;
   const bool key = blockIdx.x >= blocks;
   const int64_t row = (blockIdx.x - (key ? blocks : 0)) * EACH + threadIdx.x / LANES;
   if (key) {
     const Side side{k_codes, q_order, q_first, k, k_rows, q, q_rows, v_norms, g_norms, keys, queries};
-    walk_outer_side<true>(side, totals, k_sums, heavy, mask, row, row < batch_heads * keys,
+    walk_outer_side<true>(side, totals, fullest, k_sums, heavy, mask, row, row < batch_heads * keys,
                           batch_heads, heads, hashes, used, scale, dk, dv, met);
   } else {
     const Side side{q_codes, k_order, k_first, q, q_rows, k, k_rows, g_norms, v_norms, queries, keys};
-    walk_outer_side<false>(side, totals, q_sums, heavy, mask, row, row < batch_heads * queries,
+    walk_outer_side<false>(side, totals, fullest, q_sums, heavy, mask, row, row < batch_heads * queries,
                            batch_heads, heads, hashes, used, scale, dq, dv, met);
   }
 }
 #endif
 
 // The true gradient: queries come first in the grid, then keys. Rows as given, x = q or k with their
-// norms, a = g or v. A pair counts (a·a') slope(x̂·x̂') x̂'; of a bucket of more than MOST tokens, MOST
+// norms, a = g or v. A pair counts (a·a') slope(x̂·x̂') x̂'; of a bucket of more than DRAWN tokens, so many
 // are drawn, each token afresh.
 template <bool KEY>
 __device__ void walk_true_side(const Side& s, const bool* mask, int64_t row, bool there,
                                uint32_t heads, int hashes, int used, uint32_t random, float scale,
-                               char* out, uint32_t* met, float* weight) {
+                               char* out, INDEX* met, float* weight) {
   constexpr int GROUP = group_of(D > E ? D : E);
   constexpr int64_t X_ROW = D * Bytes<X>::each, A_ROW = E * Bytes<X>::each;
   const int lane = threadIdx.x % GROUP;
@@ -347,6 +366,7 @@ __device__ void walk_true_side(const Side& s, const bool* mask, int64_t row, boo
   const Lists lists{s.order + from * hashes, s.first + bh * (int64_t)hashes * (BUCKETS + 1),
                     s.other_n};
   float unit[8], own[8], sum[8] = {};
+  uint32_t slots[1];
   load8<GROUP, X>(s.x + row * X_ROW, D, seen, unit);
   load8<GROUP, X>(s.a + row * A_ROW, E, seen, own);
   const float inverse = seen ? inverse_of(s.norms[row]) : 0;
@@ -355,7 +375,7 @@ __device__ void walk_true_side(const Side& s, const bool* mask, int64_t row, boo
   random = mix(random ^ mix((uint32_t)row * 2 + KEY));
   for (int h = 0; h < used; h += GROUP) {
     const int count =
-        meet<GROUP, 1, true>(lists, s.codes + row * hashes, h, used, seen, random, met, weight);
+        meet<GROUP, 1, true>(lists, s.codes + row * hashes, h, used, seen, random, met, weight, slots);
     const int most = __reduce_max_sync(~0u, count);  // the groups of a warp go together
     for (int i = 0; i < most; i++) {
       const bool one = i < count;
@@ -385,9 +405,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) walk_true(
     int64_t batch_heads, int64_t heads, int64_t hashes, int64_t used, int64_t queries, int64_t keys,
     const int64_t* seed_at, int64_t seed, float scale) {
   constexpr int GROUP = group_of(D > E ? D : E), EACH = THREADS / GROUP;
-  __shared__ uint32_t room[EACH][GROUP * MOST];
-  __shared__ float weights[EACH][GROUP * MOST];
-  uint32_t* met = room[threadIdx.x / GROUP];
+  __shared__ INDEX room[EACH][GROUP * DRAWN];
+  __shared__ float weights[EACH][GROUP * DRAWN];
+  INDEX* met = room[threadIdx.x / GROUP];
   float* weight = weights[threadIdx.x / GROUP];
   const int64_t blocks = (batch_heads * queries + EACH - 1) / EACH;
   const bool key = blockIdx.x >= blocks;
