@@ -142,4 +142,10 @@ def test_fused_methods_have_tables_and_a_plot(tmp_path):
     assert text.count("as a CUDA graph") == 2
     assert text.count("| 4,096 | 3.000 (1.00×) | 0.500 (6.00×) |") == 2
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+    assert "rows of" not in text
+    row = shape | dict(name="window fused", mode="forward", length=4096, seconds=1, peak_bytes=1)
+    records.append(path, row | {"command": "later"})
+    report.write(path, fused.markdown, fused.draw)
+    assert "These are rows of 2 runs: " in (tmp_path / "rows.md").read_text()
+    assert "; window fused by `later`." in (tmp_path / "rows.md").read_text()
     assert fused.markdown([]) == ""

@@ -44,6 +44,7 @@ def markdown(rows: Iterable[Row]) -> str:
         "Milliseconds per 2^18 token-heads and, in brackets, the time of the faster exact kernel "
         "divided by it. At short lengths whole calls take as long as the host needs to launch "
         "them; exact attention is one launch.",
+        *_runs(rows),
     ]
     for mode, title in MODES.items():
         every = [row for row in rows if row["mode"] == mode]
@@ -61,6 +62,19 @@ def markdown(rows: Iterable[Row]) -> str:
             grid(chosen, lambda row: f"{row['peak_bytes'] / 2**20:,.0f}", _name),
         ]
     return "\n\n".join(parts) + "\n"
+
+
+def _runs(rows: list[Row]) -> list[str]:
+    """Which command gave which rows, where it was not one alone."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        found = names.setdefault(row.get("command", "an older run"), [])
+        if _name(row) not in found:
+            found.append(_name(row))
+    if len(names) == 1:
+        return []
+    each = [f"{', '.join(found)} by `{command}`" for command, found in names.items()]
+    return [f"These are rows of {len(names)} runs: {'; '.join(each)}."]
 
 
 def _times(rows: list[Row]) -> str:
