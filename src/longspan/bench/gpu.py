@@ -4,9 +4,9 @@
     python -m longspan.report.gpu results/yoso-gpu.jsonl
 
 Every length has the same work of 2^18 token-heads, at least eight heads. All that is compared at
-one length, head dimension and mode is timed in turn, round after round. Rows already in the file
-are not measured again, so an interrupted run goes on where it stopped; the second command makes
-tables and a plot of the rows.
+one length, head dimension and mode is timed in turn, round after round; the main settings also as
+CUDA graphs, which leave the host out. Rows already in the file are not measured again, so an
+interrupted run goes on where it stopped; the second command makes tables and a plot of the rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from longspan import records
 from longspan.bench.cases import MODES, Case
-from longspan.bench.measure import measure, peak_bytes, timing_row
+from longspan.bench.measure import graphed, measure, peak_bytes, timing_row
 
 LENGTHS = tuple(512 << i for i in range(9))
 FEW = (4096, 16384, 65536)  # lengths of the settings beside the main one: 64 channels, 8 bits
@@ -46,11 +46,12 @@ class Contender:
     name: str
     case: Case
     context: Context = nullcontext
+    graph: bool = False
 
     def key(self, mode: str) -> str:
         """What tells its row from all others, and what `--only` looks into."""
-        case = self.case
-        return f"{self.name}, d={case.head_dim}, n={case.length}, {case.inputs}, {mode}"
+        case, graph = self.case, ", graph" if self.graph else ""
+        return f"{self.name}, d={case.head_dim}, n={case.length}, {case.inputs}, {mode}{graph}"
 
     def build(self, mode: str) -> Callable[[], object]:
         """The call to time."""
@@ -60,7 +61,7 @@ class Contender:
             with self.context():
                 return call()
 
-        return run
+        return graphed(run) if self.graph else run
 
 
 def groups() -> list[Group]:
@@ -93,6 +94,9 @@ def contenders(head_dim: int, length: int, mode: str) -> Iterator[Contender]:
 
     yield yoso(16)
     yield yoso(32)
+    if head_dim == 64:
+        yield replace(yoso(16), graph=True)
+        yield replace(yoso(32), graph=True)
     if head_dim == 64 and length in REFERENCE:
         yield yoso(32, impl="reference")
     if length in FEW:
@@ -148,29 +152,31 @@ def run(
 
 def measured(found: Iterable[Contender], mode: str, wanted: set[str]) -> Iterator[dict[str, Any]]:
     """The rows of those whose keys are wanted, timed in turn with exact attention."""
-    chosen = {c.name + c.case.inputs: c for c in found if _exact(c) or c.key(mode) in wanted}
-    calls = {name: contender.build(mode) for name, contender in chosen.items()}
+    chosen = {c.key(mode): c for c in found if _exact(c) or c.key(mode) in wanted}
+    calls = {key: contender.build(mode) for key, contender in chosen.items()}
     # The reference would leave no time for more than a few rounds of the others.
-    slow = {name: calls.pop(name) for name in list(calls) if "reference" in name}
+    slow = {key: calls.pop(key) for key in list(calls) if "reference" in key}
     for call in calls.values():
         call()  # compiles
-    peaks = {name: peak_bytes(call) for name, call in (calls | slow).items()}
+    plain = {key: call for key, call in (calls | slow).items() if not chosen[key].graph}
+    peaks = {key: peak_bytes(call) for key, call in plain.items()}
     device = next(iter(chosen.values())).case.device
     timings = measure(calls, budget=SECONDS, device=device)
     timings |= measure(slow, budget=0, warmup=0, min_repeats=2, device=device)
-    exact = min(timings[name].seconds for name, contender in chosen.items() if _exact(contender))
-    for name, contender in chosen.items():
-        if contender.key(mode) not in wanted:
+    exact = min(timings[key].seconds for key, contender in chosen.items() if _exact(contender))
+    for key, contender in chosen.items():
+        if key not in wanted:
             continue
         case = contender.case
         tokens = case.batch * case.heads * case.length
         v_bytes = tokens * case.head_dim * getattr(torch, case.dtype).itemsize
-        yield timing_row(case, mode, timings[name]) | {
+        yield timing_row(case, mode, timings[key]) | {
             "suite": "yoso-gpu",
             "name": contender.name,
-            "key": contender.key(mode),
+            "graph": contender.graph,
+            "key": key,
             "exact_seconds": exact,
-            "peak_bytes": peaks[name],
+            "peak_bytes": peaks.get(key),
             "outputs_bytes": v_bytes * (1 if mode == "forward" else 4),  # y; dq, dk, dv
             "v_bytes": v_bytes,
             "command": records.command(),
@@ -193,8 +199,10 @@ def _line(row: dict[str, Any]) -> str:
     share = TOKEN_HEADS / (row["batch"] * row["heads"] * row["length"])
     milliseconds = f"{1000 * share * row['seconds']:9.3f}"
     ratio = f"{row['exact_seconds'] / row['seconds']:7.2f}×"
-    memory = f"{(row['peak_bytes'] - row['outputs_bytes']) / row['v_bytes']:7.2f} v"
-    return f"{milliseconds} {ratio} {memory}   {row['name']}, {row['inputs']}"
+    above = (row["peak_bytes"] or 0) - row["outputs_bytes"]
+    memory = 9 * " " if row["graph"] else f"{above / row['v_bytes']:7.2f} v"
+    graph = ", as a graph" if row["graph"] else ""
+    return f"{milliseconds} {ratio} {memory}   {row['name']}, {row['inputs']}{graph}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -25,7 +25,7 @@ from longspan import records
 from longspan.attention.convolution import add_convolution
 from longspan.bench.cases import MODES, Case
 from longspan.bench.gpu import Context
-from longspan.bench.measure import measure, peak_bytes, timing_row
+from longspan.bench.measure import graphed, measure, peak_bytes, timing_row
 
 LENGTHS = tuple(512 << i for i in range(9))
 TOKEN_HEADS = 1 << 18
@@ -149,27 +149,6 @@ def within(context: Context, call: Call) -> Call:
     def run() -> object:
         with context():
             return call()
-
-    return run
-
-
-def graphed(call: Call) -> Call:
-    """The call captured as a CUDA graph when it is first made, and replayed from then on."""
-    graph: torch.cuda.CUDAGraph | None = None
-
-    def run() -> None:
-        nonlocal graph
-        if graph is None:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(3):  # until nothing is compiled, or recorded, any more
-                    call()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                call()
-        graph.replay()
 
     return run
 

@@ -110,6 +110,27 @@ def affordable(
     return chosen
 
 
+def graphed(call: Callable[[], object]) -> Callable[[], object]:
+    """The call captured as a CUDA graph when it is first made, and replayed from then on."""
+    graph: torch.cuda.CUDAGraph | None = None
+
+    def run() -> None:
+        nonlocal graph
+        if graph is None:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):  # until nothing is compiled, or recorded, any more
+                    call()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                call()
+        graph.replay()
+
+    return run
+
+
 def peak_bytes(call: Callable[[], object], device: str = "cuda") -> int | None:
     """Bytes that a call needs beyond what was there before, its results included.
 

@@ -51,6 +51,8 @@ def setting(row: Row) -> str:
         words.append(f"backward_hashes={options['backward_hashes']}")
     if options["impl"] == "reference":
         words.append("reference")
+    if row.get("graph"):
+        words.append("graph")
     return ", ".join(words)
 
 
@@ -67,6 +69,9 @@ def markdown(rows: Iterable[Row]) -> str:
         "`yoso 32` is 32 hashes of 8 bits through the fused kernels, with `log2 n bits` of that "
         "many instead; `reference` is plain torch, timed at a few lengths only since it is slow. "
         "Every length has 2^18 token-heads, and at least eight heads.",
+        "`graph` is a call captured once and replayed, which leaves the host out."
+        if any(row.get("graph") for row in rows)
+        else "",
         *_notes(rows),
         "## Time",
         "Milliseconds per 2^18 token-heads and, in brackets, the time of the faster exact kernel "
@@ -95,7 +100,7 @@ def markdown(rows: Iterable[Row]) -> str:
         "## Peak memory",
         "Above inputs and outputs (forward: y; with backward: y, dq, dk, dv), in units of v.",
     ]
-    for title, chosen in _by_size(spread):
+    for title, chosen in _by_size([row for row in spread if row["peak_bytes"] is not None]):
         parts += [f"### {title}", grid(chosen, lambda row: f"{_memory(row):.2f}")]
     parts += [
         "## Slope",
@@ -230,10 +235,11 @@ def _halves(base: Mapping[tuple[str, int, str, int], Row]) -> str:
     """Time of 32 hashes over that of 16, by length; columns are head dimensions and modes."""
     columns: dict[str, dict[int, str]] = {}
     for (name, head_dim, mode, length), row in base.items():
-        other = base.get(("yoso 16", head_dim, mode, length))
-        if name == "yoso 32" and other:
+        first, graph, _ = name.partition(", graph")
+        other = base.get((f"yoso 16{graph}", head_dim, mode, length))
+        if first == "yoso 32" and other:
             ratio = f"{row['seconds'] / other['seconds']:.2f}×"
-            columns.setdefault(f"d = {head_dim}, {mode}", {})[length] = ratio
+            columns.setdefault(f"d = {head_dim}, {mode}{graph}", {})[length] = ratio
     lengths = sorted({n for column in columns.values() for n in column})
     names = sorted(columns, key=lambda name: (len(name.split(",")[0]), name))
     lines = [[f"{n:,}", *(columns[name].get(n, "") for name in names)] for n in lengths]
