@@ -150,11 +150,8 @@ def outer(
 ) -> None:
     """Add to `sums` what outer.cu finds: in all buckets, or in those that are not `walked`."""
     (q_order, q_first, q_most), (k_order, k_first, k_most) = q_lists, k_lists
-    (batch, heads, hashes, queries), keys, columns = (
-        q_order.shape,
-        k_order.shape[3],
-        sums[0].shape[3],
-    )
+    batch, heads, hashes, queries = q_order.shape
+    keys, columns = k_order.shape[3], sums[0].shape[3]
     groups, buckets, most = batch * heads, 1 << bits, max(queries, keys)
     run, each, above = 32, 1, (0, 0)  # a warp walks a run of buckets
     while run > 2 and (most * run > RUN_TOKENS << bits or groups * used << bits < run * MANY_RUNS):
