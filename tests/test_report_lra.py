@@ -54,6 +54,15 @@ def test_more_steps_than_published_do_not_replace_more_seeds():
     assert line(text, "listops | yoso-32 | longspan |  | 10,000")[6] == "50.00 (1)"
 
 
+def test_what_changes_the_time_alone_does_not_part_seeds():
+    rows = [row(settings="graph=true"), row(seed=1, settings="graph=true compile=true")]
+    (group,) = lra.groups(rows)
+    assert len(group.rows) == 2
+    assert len(lra.groups([*rows, row(settings="graph=true steps=9")])) == 2
+    _, short = lra.groups([*rows, row(recipe={"length": 512, "data": {"protocol": "longspan"}})])
+    assert short.settings == "length=512"
+
+
 def test_a_seed_counts_once_and_wiki_is_not_aan():
     text = lra.markdown([row(accuracy=0.1), row(), row("retrieval-wiki", accuracy=0.7)])
     assert line(text, "**yoso-32**")[2] == "37.00 (1)"

@@ -19,7 +19,7 @@ from longspan import records
 from longspan.report.published import ARENA as PUBLISHED
 from longspan.report.published import ARENA_STEPS as STEPS
 from longspan.report.published import ARENA_TASKS as TASKS
-from longspan.report.published import NAMED_BY, nearness
+from longspan.report.published import NAMED_BY, choices, nearness
 
 Row = Mapping[str, Any]
 EXTRA = "retrieval-wiki"
@@ -68,15 +68,21 @@ def name(row: Row) -> str:
 
 
 def groups(rows: Iterable[Row]) -> list[Group]:
-    """The runs of the arena by all but their seed; of one seed the last row counts."""
+    """The runs of the arena by all but their seed and what changes their time alone.
+
+    Of one seed the last row counts.
+    """
     found: dict[tuple, dict[int, Row]] = {}
     for row in rows:
         task = str(row.get("task", ""))
         if row.get("kind") != "training" or not task.startswith("lra/") or not _whole(row):
             continue
+        recipe = row["recipe"]
+        short = recipe["length"] < LENGTHS[task.removeprefix("lra/").partition("-")[0]]
+        settings = f"{choices(row)} length={recipe['length']}".strip() if short else choices(row)
         key = (
-            task.removeprefix("lra/"), name(row), row["method"],
-            row["recipe"]["data"]["protocol"], row["steps"], row.get("settings", ""),
+            task.removeprefix("lra/"), name(row), row["method"], recipe["data"]["protocol"],
+            row["steps"], settings,
         )  # fmt: skip
         found.setdefault(key, {})[row["seed"]] = row
     made = [

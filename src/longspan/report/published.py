@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 # The option a method is usually named by: yoso-32, nystrom-128.
 NAMED_BY = {"yoso": "num_hashes", "nystrom": "num_landmarks", "linformer": "projected_length"}
@@ -61,6 +62,12 @@ def nearness(task: str, steps: int, seeds: int) -> tuple[float, int]:
     """Which of several groups of runs of a task is shown, the highest: that with the most steps up
     to the published number, and of these the one with the most seeds."""
     return min(steps, ARENA_STEPS.get(task.partition("-")[0], math.inf)), seeds
+
+
+def choices(row: Mapping[str, Any]) -> str:
+    """The settings of a run, but for those that change its time alone."""
+    words = str(row.get("settings") or "").split()
+    return " ".join(word for word in words if word.partition("=")[0] not in ("graph", "compile"))
 
 
 class Published(NamedTuple):

@@ -51,7 +51,7 @@ def _longest(rows: Rows) -> list[Mapping[str, Any]]:
     """
     found: dict[tuple[str, str, str], dict[Any, dict[Any, Mapping[str, Any]]]] = {}
     for row in rows:
-        settings = row.get("steps") or 0, row.get("settings", "")
+        settings = row.get("steps") or 0, published.choices(row)
         same = found.setdefault((_name(row), _protocol(row), _task(row)), {})
         same.setdefault(settings, {})[row.get("seed")] = row
     chosen: list[Mapping[str, Any]] = []
