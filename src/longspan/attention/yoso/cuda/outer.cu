@@ -326,6 +326,15 @@ __device__ void run_tables(char* memory, uint32_t task, const Sides& both, int64
 
 constexpr int TABLES_MEMORY = STAGES * SLOT;
 
+#if LIGHT == 0
+extern "C" __global__ void __launch_bounds__(32 * BLOCKS, PER_SM / BLOCKS)
+    outer_tables(SIDES, int64_t length, int64_t each, const uint32_t* q_most, const uint32_t* k_most,
+                 int64_t own_above, int64_t other_above) {
+  __shared__ __align__(128) char memory[TABLES_MEMORY];
+  run_tables<ALL>(memory, blockIdx.x, BOTH, length, each, q_most, k_most, own_above, other_above);
+}
+
+#if W == 64
 // Between warps of a grid: one counts what it has written, another waits until enough has been.
 __device__ inline void tell(uint32_t* count) {
   __threadfence();
@@ -342,15 +351,6 @@ __device__ inline void wait_for(const uint32_t* count, uint32_t wanted) {
   __syncwarp();
 }
 
-#if LIGHT == 0
-extern "C" __global__ void __launch_bounds__(32 * BLOCKS, PER_SM / BLOCKS)
-    outer_tables(SIDES, int64_t length, int64_t each, const uint32_t* q_most, const uint32_t* k_most,
-                 int64_t own_above, int64_t other_above) {
-  __shared__ __align__(128) char memory[TABLES_MEMORY];
-  run_tables<ALL>(memory, blockIdx.x, BOTH, length, each, q_most, k_most, own_above, other_above);
-}
-
-#if W == 64
 // Buckets of up to `above` queries and keys: the tables of all hashes of a side of a head, then what they
 // are applied to. At a time, the cache has to hold half of what it must for both. `kept` has room for the
 // tables of two sides. `order`, all zero at first: a ticket, how many runs of each side are applied, which

@@ -29,9 +29,9 @@ struct Lists {  // of the other side, for one head
   int64_t n;
 };
 
-// What a token meets in ROUNDS GROUP hashes from h on: how many tokens, and their numbers, written to `met`.
-// Of buckets of more than MOST, this lane has the slots in `heavy`, else NONE. With SAMPLE, DRAWN tokens of
-// a bucket of more than those are met, each as likely as any other, and `weight` is what they stand for.
+// What a token meets in ROUNDS GROUP hashes from h on: how many tokens, and their numbers in `met`. Of
+// buckets of more than MOST, this lane has the slots in `heavy`, else NONE. With SAMPLE, DRAWN tokens of a
+// bucket of more than those are met, each as likely as any other, and `weight` is what they stand for.
 template <int GROUP, int ROUNDS, bool SAMPLE>
 __device__ int meet(const Lists& lists, const Code* codes, int h, int hashes, bool there,
                     uint32_t random, INDEX* met, float* weight, uint32_t (&heavy)[ROUNDS]) {
@@ -166,8 +166,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) walk_gather(
   heavy += bh * hashes * (n / MOST + 1) * (E * Bytes<SUM>::each);
   float sum[8] = {};
   for (int h = 0; h < hashes; h += ROUNDS * GROUP) {
-    const int count =
-        meet<GROUP, ROUNDS, false>(lists, codes + row * hashes, h, hashes, seen, 0, met, nullptr, slots);
+    const int count = meet<GROUP, ROUNDS, false>(lists, codes + row * hashes, h, hashes, seen, 0, met,
+                                                 nullptr, slots);
     for (int i = 0; i < count; i += 8) {
       Row8<X> part[8];
 #pragma unroll
@@ -231,15 +231,15 @@ __device__ inline void load8(const char* row, int channels, bool there, float (&
 #if D <= 128 && E <= 128
 // Gradients of the surrogate from bfloat16: queries come first in the grid, then keys, and dV with dK.
 // Rows as outer.cu reads them, [ĝ | q̂ |g| s] and [v̂ | k̂ |v| s]; its sums over the heavy buckets are in
-// q_sums and k_sums, for the heads that have some: `fullest` (2, BH) are the tokens of the fullest bucket of
-// queries and of keys. `heavy` has the sums of g over the heavy buckets of queries. Of all hashes, dQ and dK
-// take the first `used`.
+// q_sums and k_sums, for the heads that have some: `fullest` (2, BH) are the tokens of the fullest bucket
+// of queries and of keys. `heavy` has the sums of g over the heavy buckets of queries. Of all hashes, dQ
+// and dK take the first `used`.
 constexpr int W = D <= 64 && E <= 64 ? 64 : 128, LANES = W / 8, ROUNDS = 2;
 
 template <bool KEY>
 __device__ void walk_outer_side(const Side& s, const float* totals, const uint32_t* fullest,
-                                const char* sums, const char* heavy, const bool* mask, int64_t row, bool there,
-                                uint32_t batch_heads, uint32_t heads, int hashes, int used,
+                                const char* sums, const char* heavy, const bool* mask, int64_t row,
+                                bool there, uint32_t batch_heads, uint32_t heads, int hashes, int used,
                                 float scale, char* out, char* dv, INDEX* met) {
   const int lane = threadIdx.x % LANES;
   const uint32_t bh = there ? (uint32_t)row / (uint32_t)s.n : 0;
@@ -261,8 +261,8 @@ __device__ void walk_outer_side(const Side& s, const float* totals, const uint32
     next = h < used ? min(h + ROUNDS * LANES, used) : h + ROUNDS * LANES;
     // Beyond the first `used`, hashes count for dV alone; they come in rounds of their own.
     const int limit = h < used ? used : hashes;
-    const int count =
-        meet<LANES, ROUNDS, false>(lists, s.codes + row * hashes, h, limit, seen, 0, met, nullptr, slots);
+    const int count = meet<LANES, ROUNDS, false>(lists, s.codes + row * hashes, h, limit, seen, 0, met,
+                                                 nullptr, slots);
     const int most = __reduce_max_sync(~0u, count);  // the groups of a warp go together
     for (int i = 0; i < most; i += 4) {
       Row8<F16> a[4], b[4];
@@ -351,8 +351,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 7) walk_outer(
 #endif
 
 // The true gradient: queries come first in the grid, then keys. Rows as given, x = q or k with their
-// norms, a = g or v. A pair counts (a·a') slope(x̂·x̂') x̂'; of a bucket of more than DRAWN tokens, so many
-// are drawn, each token afresh.
+// norms, a = g or v. A pair counts (a·a') slope(x̂·x̂') x̂'; of a bucket of more than DRAWN tokens, so
+// many are drawn, each token afresh.
 template <bool KEY>
 __device__ void walk_true_side(const Side& s, const bool* mask, int64_t row, bool there,
                                uint32_t heads, int hashes, int used, uint32_t random, float scale,
@@ -374,8 +374,8 @@ __device__ void walk_true_side(const Side& s, const bool* mask, int64_t row, boo
   for (int c = 0; c < 8; c++) unit[c] *= inverse;
   random = mix(random ^ mix((uint32_t)row * 2 + KEY));
   for (int h = 0; h < used; h += GROUP) {
-    const int count =
-        meet<GROUP, 1, true>(lists, s.codes + row * hashes, h, used, seen, random, met, weight, slots);
+    const int count = meet<GROUP, 1, true>(lists, s.codes + row * hashes, h, used, seen, random, met,
+                                           weight, slots);
     const int most = __reduce_max_sync(~0u, count);  // the groups of a warp go together
     for (int i = 0; i < most; i++) {
       const bool one = i < count;
