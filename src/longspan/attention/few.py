@@ -2,8 +2,6 @@
 
     many  a (B, H, N, D), b (B, H, N, E), any strides    few  c (B, H, F, D), e (B, H, F, E), dense
 
-All are of one dtype: what a kernel rounds itself goes through registers, and its products wait for
-each other.
 `read_few`: each of many queries a reads few keys c and values e. `read_many`: each of few queries c
 reads many keys a and values b, a run of them at a time, and the runs are merged. The gradients of
 either (few_backward.py) have a pass that owns rows of the many and one that owns rows of the few;
@@ -87,7 +85,7 @@ def _read_few(
     total = tl.zeros((M, EP), tl.float32)
     for tile in range(TILES):
         j = tile * F + f
-        key = load_rows(c, j, D, j < few, D, DP)
+        key = load_rows(c, j, D, j < few, D, DP).to(query.dtype)
         score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
         if MASKED or not EVEN:
             seen = j < few
@@ -99,7 +97,7 @@ def _read_few(
         p = tl.exp2(score - safe[:, None])
         shrink = tl.exp2(top - safe)
         mass = mass * shrink + tl.sum(p, axis=1)
-        value = load_rows(e, j, E, j < few, E, EP)
+        value = load_rows(e, j, E, j < few, E, EP).to(query.dtype)
         total = tl.dot(p.to(query.dtype), value, total * shrink[:, None], input_precision=PRECISION)
         top = higher
     row = bh * many + first + m
@@ -115,7 +113,10 @@ def read_few(
     a: Tensor, c: Tensor, e: Tensor, there: Tensor | None, scale: float,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """softmax(scale · a cᵀ) e over the keys that are `there` (B, F); its log₂-sum-exp (B, H, N)."""
+    """softmax(scale · a cᵀ) e over the keys that are `there` (B, F); its log₂-sum-exp (B, H, N).
+
+    c and e may be wider than a; they are rounded to its dtype.
+    """
     batch, heads, many, channels = a.shape
     few, width = e.shape[2:]
     config = config or choose("read_few", a.dtype, channels, width)
@@ -149,7 +150,7 @@ def _read_many(
     a += bh // heads * a_b + bh % heads * a_h + begin.to(tl.int64) * a_n
     b += bh // heads * b_b + bh % heads * b_h + begin.to(tl.int64) * b_n
     mask += bh // heads * many
-    query = load_rows(c + bh * few * D, f, D, f < few, D, DP)
+    query = load_rows(c + bh * few * D, f, D, f < few, D, DP).to(a.dtype.element_ty)
     top = tl.full((F,), -float("inf"), tl.float32)
     mass = tl.zeros((F,), tl.float32)
     total = tl.zeros((F, EP), tl.float32)

@@ -55,8 +55,8 @@ def _many_gradients(
     for tile in range(TILES):
         j = tile * F + f
         ok = j < few
-        near = load_rows(c, j, D, ok, D, DP)
-        far = load_rows(e, j, E, ok, E, EP)
+        near = load_rows(c, j, D, ok, D, DP).to(x.dtype)
+        far = load_rows(e, j, E, ok, E, EP).to(x.dtype)
         score = tl.dot(x, tl.trans(near), input_precision=PRECISION) * (scale * LOG2E)
         inside = tl.dot(z, tl.trans(far), input_precision=PRECISION)
         if FEW_MASKED:
@@ -144,8 +144,8 @@ def _few_gradients(
     b += bh // heads * b_b + bh % heads * b_h + begin.to(tl.int64) * b_n
     mask += bh // heads * many
     ok = f < few
-    near = load_rows(c + bh * few * D, f, D, ok, D, DP)
-    far = load_rows(e + bh * few * E, f, E, ok, E, EP)
+    near = load_rows(c + bh * few * D, f, D, ok, D, DP).to(a.dtype.element_ty)
+    far = load_rows(e + bh * few * E, f, E, ok, E, EP).to(a.dtype.element_ty)
     norm = tl.zeros((F,), tl.float32)
     mean = norm
     if not OWN:
