@@ -68,10 +68,9 @@ def choose(verb: str, dtype: torch.dtype, *channels: int) -> Config:
 def _read_few(
     a, c, e, there, y, lse, heads, many, few, scale, a_b, a_h, a_n,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, F: tl.constexpr,
-    TILES: tl.constexpr,
+    PRECISION: tl.constexpr, M: tl.constexpr, F: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """M queries read all of the few keys; EVEN if they fill all tiles."""
+    """M queries read all of the few keys."""
     blocks = tl.cdiv(many, M)
     bh = (tl.program_id(0) // blocks).to(tl.int64)
     first = tl.program_id(0) % blocks * M
@@ -87,11 +86,10 @@ def _read_few(
         j = tile * F + f
         key = load_rows(c, j, D, j < few, D, DP).to(query.dtype)
         score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-        if MASKED or not EVEN:
-            seen = j < few
-            if MASKED:
-                seen &= tl.load(there + bh // heads * few + j, mask=seen, other=0) != 0
-            score = tl.where(seen[None, :], score, -float("inf"))
+        seen = j < few
+        if MASKED:
+            seen &= tl.load(there + bh // heads * few + j, mask=seen, other=0) != 0
+        score = tl.where(seen[None, :], score, -float("inf"))
         higher = tl.maximum(top, tl.max(score, axis=1))
         safe = tl.where(higher == -float("inf"), 0.0, higher)
         p = tl.exp2(score - safe[:, None])
@@ -126,9 +124,8 @@ def read_few(
     _read_few[(cdiv(many, config.many) * batch * heads,)](
         a, c, e, a if there is None else there, y, lse, heads, many, few, scale * LOG2E,
         *a.stride()[:3], D=channels, DP=padded(channels), E=width, EP=padded(width),
-        MASKED=there is not None, EVEN=few % size == 0, PRECISION=arithmetic(a.dtype),
-        M=config.many, F=size, TILES=cdiv(few, size),
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        MASKED=there is not None, PRECISION=arithmetic(a.dtype), M=config.many, F=size,
+        TILES=cdiv(few, size), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return y, lse
 
