@@ -70,13 +70,12 @@ def choose(verb: str, dtype: torch.dtype, *channels: int) -> Config:
 
 @triton.jit
 def _square_root(x, FTZ: tl.constexpr):
-    """√|x| in one instruction; tiny numbers count as zero."""
+    """√x in one instruction; tiny numbers count as zero."""
     if FTZ:
         return tl.inline_asm_elementwise(
-            "{ .reg .f32 size; abs.f32 size, $1; sqrt.approx.ftz.f32 $0, size; }",
-            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-    return tl.sqrt(tl.abs(x))
+            "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.sqrt(x)
 
 
 @triton.jit
@@ -86,8 +85,8 @@ def _probability(half, BITS: tl.constexpr, DEGREE: tl.constexpr, LIFT: tl.conste
 
     The polynomials fit p²/(1 − u) with the least relative error: 1.2e-4, 2.1e-6 and 7e-9.
     """
-    v = 0.5 - half
-    u = _square_root(v, FTZ)  # rounding takes cosines past 1
+    v = tl.abs(0.5 - half)  # rounding takes cosines past 1
+    u = _square_root(v, FTZ)
     if DEGREE == 3:
         r = ((-0.0282089912 * u + 0.107884368) * u - 0.26908355) * u + 0.999881974
     elif DEGREE == 5:
@@ -246,10 +245,7 @@ def _query_gradients(
         inverse = tl.load(y_inverse + row, mask=there, other=0)
         outer = (outer - tl.sum(outer * unit, axis=1)[:, None] * unit) * inverse[:, None]
         store_rows(inner, row, E, there, outer, E, EP)
-        # Read again, it goes to shared memory once; from registers, each product would wait for the
-        # one before.
-        tl.debug_barrier()
-        grad = load_rows(inner, row, E, there, E, EP)
+        grad = outer.to(grad.dtype)
     total = tl.zeros((M, DP), tl.float32)
     for start in range(0, keys, N):
         seen = start + n < keys
