@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from longspan.attention.methods import find as find_method
@@ -68,6 +69,7 @@ def train(
         ),
         resume=resume, eval_only=eval_only, time_limit=time_limit,
     )  # fmt: skip
+    _part()
     console = Console(stderr=True)
     if outcome.status == run.STOPPED:
         console.print(
@@ -77,6 +79,16 @@ def train(
         )
         return 128 + outcome.signal if outcome.signal else 0
     return 0
+
+
+def _part() -> None:
+    """Processes that worked together wait for each other: one that ends early may take others down.
+
+    Their connections close while threads of the others still listen.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 def tokenize(
