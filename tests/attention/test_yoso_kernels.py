@@ -1,5 +1,7 @@
 """The GPU kernels of YOSO: compiled and interpreted anywhere, held to the reference on a GPU."""
 
+import re
+
 import pytest
 import torch
 from cases import qkv, relative_error
@@ -45,6 +47,12 @@ def test_the_sources_compile_without_a_gpu(arch, source, defines, tmp_path, monk
     (kept,) = (tmp_path / "cache").iterdir()
     kept.write_bytes(b"from disk")
     assert nvrtc.compile_source(source, key, arch) == b"from disk"
+
+
+@pytest.mark.parametrize("source", sorted(verbs.CUDA.glob("*.cu*")), ids=lambda path: path.name)
+def test_no_lambda_is_generic(source):
+    """Some releases of NVRTC take one for a function of the host, and compile nothing."""
+    assert not re.search(r"\]\s*\([^()]*\bauto\b", source.read_text())
 
 
 def test_a_cache_that_cannot_be_written_is_no_trouble(tmp_path):
