@@ -74,7 +74,10 @@ def _runs(rows: list[Row]) -> list[str]:
     if len(names) == 1:
         return []
     each = [f"{', '.join(found)} by `{command}`" for command, found in names.items()]
-    return [f"These are rows of {len(names)} runs: {'; '.join(each)}."]
+    return [
+        f"These are rows of {len(names)} runs: {'; '.join(each)}. Where exact attention is of "
+        "another run than a method, a ratio is across runs."
+    ]
 
 
 def _times(rows: list[Row]) -> str:

@@ -92,8 +92,7 @@ def surrogate(
     if channels % 8:  # rows of whole 16-byte words
         q, k = (F.pad(x, (0, -channels % 8)) for x in (q, k))
     (batch, heads, queries, padded), keys, hashes = q.shape, k.shape[2], k_token.shape[3]
-    most = max(queries, keys)
-    sparse = is_sparse(most, bits)
+    sparse = is_sparse(max(queries, keys), bits)
     g, scales, rows = measure(g, unit, v, key_mask, padded)
     if sparse:
         dv, heavy = torch.empty_like(v), heavy_sum(q_lists, g, bits)
@@ -108,7 +107,8 @@ def surrogate(
         for n in (queries, keys)
     )
     launch, blocks = _launch_rows(padded, width), _row_blocks(q, k, columns)
-    groups, sizes = batch * heads, (batch * heads, queries, keys)
+    groups = batch * heads
+    sizes = groups, queries, keys
     # Where buckets are nearly empty, few heads have one that is not walked.
     fullest = scales.totals.new_empty((2, batch, heads), dtype=torch.uint32) if sparse else None
     launch(
