@@ -99,8 +99,9 @@ def test_the_inverse_in_registers_is_that_in_scratch(landmarks):
         verbs.solve(q, k, bv, bv.to(dtype), None, None, None, 6, 0.2)
         for dtype in (torch.float32, torch.float16)
     )
-    # Products of parts lose some 2^-21 each, and the inverse amplifies by up to 21 in six steps.
-    assert relative_error(held, scratch) < 1e-4
+    # Products of parts lose some 2^-21 each, and the inverse amplifies by up to 21 in six steps;
+    # the result is rounded to float16, here and there to the other side.
+    assert relative_error(held, scratch.half()) < 2e-4
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
@@ -124,12 +125,14 @@ def test_more_heads_than_programs(monkeypatch):
 @pytest.mark.parametrize("tokens", [1, 5, 6, 7, 23, 48])
 def test_segments_are_those_of_the_reference(tokens):
     x, _, _ = qkv(batch=4, heads=2, queries=max(tokens, 9), device=DEVICE)
+    x = x.half().float()
     mask = masks(x.shape[2])
     cut = segments(mask, 4, x.shape[2], tokens, x.device)
     means, sizes = segment_means(x.masked_fill(~mask[:, None, :, None], 0), mask, tokens)
     assert torch.equal(cut.sizes, sizes)
-    actual, _ = verbs.segment_means(x, x, tokens, cut.cut, cut.cut)
+    (actual, _), (_, rounded) = verbs.segment_means(x, x.half(), tokens, cut.cut, cut.cut)
     torch.testing.assert_close(actual, means, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(rounded, means.half(), rtol=2**-10, atol=2**-24)  # an ulp
     counts = torch.stack([(cut.segment == j).sum(-1) for j in range(tokens)], -1)
     assert torch.equal(counts, sizes)
 

@@ -2,6 +2,8 @@
 
     many  a (B, H, N, D), b (B, H, N, E), any strides    few  c (B, H, F, D), e (B, H, F, E), dense
 
+All are of one dtype: what a kernel rounds itself goes through registers, and its products wait for
+each other.
 `read_few`: each of many queries a reads few keys c and values e. `read_many`: each of few queries c
 reads many keys a and values b, a run of them at a time, and the runs are merged. The gradients of
 either (few_backward.py) have a pass that owns rows of the many and one that owns rows of the few;
@@ -68,9 +70,10 @@ def choose(verb: str, dtype: torch.dtype, *channels: int) -> Config:
 def _read_few(
     a, c, e, there, y, lse, heads, many, few, scale, a_b, a_h, a_n,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, M: tl.constexpr, F: tl.constexpr, TILES: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, F: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
-    """M queries read all of the few keys."""
+    """M queries read all of the few keys; EVEN if they fill all tiles."""
     blocks = tl.cdiv(many, M)
     bh = (tl.program_id(0) // blocks).to(tl.int64)
     first = tl.program_id(0) % blocks * M
@@ -84,18 +87,19 @@ def _read_few(
     total = tl.zeros((M, EP), tl.float32)
     for tile in range(TILES):
         j = tile * F + f
-        key = load_rows(c, j, D, j < few, D, DP).to(query.dtype)
+        key = load_rows(c, j, D, j < few, D, DP)
         score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-        seen = j < few
-        if MASKED:
-            seen &= tl.load(there + bh // heads * few + j, mask=seen, other=0) != 0
-        score = tl.where(seen[None, :], score, -float("inf"))
+        if MASKED or not EVEN:
+            seen = j < few
+            if MASKED:
+                seen &= tl.load(there + bh // heads * few + j, mask=seen, other=0) != 0
+            score = tl.where(seen[None, :], score, -float("inf"))
         higher = tl.maximum(top, tl.max(score, axis=1))
         safe = tl.where(higher == -float("inf"), 0.0, higher)
         p = tl.exp2(score - safe[:, None])
         shrink = tl.exp2(top - safe)
         mass = mass * shrink + tl.sum(p, axis=1)
-        value = load_rows(e, j, E, j < few, E, EP).to(query.dtype)
+        value = load_rows(e, j, E, j < few, E, EP)
         total = tl.dot(p.to(query.dtype), value, total * shrink[:, None], input_precision=PRECISION)
         top = higher
     row = bh * many + first + m
@@ -111,10 +115,7 @@ def read_few(
     a: Tensor, c: Tensor, e: Tensor, there: Tensor | None, scale: float,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """softmax(scale · a cᵀ) e over the keys that are `there` (B, F); its log₂-sum-exp (B, H, N).
-
-    c and e may be wider than a; they are rounded to its dtype.
-    """
+    """softmax(scale · a cᵀ) e over the keys that are `there` (B, F); its log₂-sum-exp (B, H, N)."""
     batch, heads, many, channels = a.shape
     few, width = e.shape[2:]
     config = config or choose("read_few", a.dtype, channels, width)
@@ -124,8 +125,9 @@ def read_few(
     _read_few[(cdiv(many, config.many) * batch * heads,)](
         a, c, e, a if there is None else there, y, lse, heads, many, few, scale * LOG2E,
         *a.stride()[:3], D=channels, DP=padded(channels), E=width, EP=padded(width),
-        MASKED=there is not None, PRECISION=arithmetic(a.dtype), M=config.many, F=size,
-        TILES=cdiv(few, size), num_warps=config.num_warps, num_stages=config.num_stages,
+        MASKED=there is not None, EVEN=few % size == 0, PRECISION=arithmetic(a.dtype),
+        M=config.many, F=size, TILES=cdiv(few, size),
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return y, lse
 
@@ -147,7 +149,7 @@ def _read_many(
     a += bh // heads * a_b + bh % heads * a_h + begin.to(tl.int64) * a_n
     b += bh // heads * b_b + bh % heads * b_h + begin.to(tl.int64) * b_n
     mask += bh // heads * many
-    query = load_rows(c + bh * few * D, f, D, f < few, D, DP).to(a.dtype.element_ty)
+    query = load_rows(c + bh * few * D, f, D, f < few, D, DP)
     top = tl.full((F,), -float("inf"), tl.float32)
     mass = tl.zeros((F,), tl.float32)
     total = tl.zeros((F, EP), tl.float32)

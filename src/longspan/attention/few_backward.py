@@ -3,6 +3,8 @@
 `read_few` has its softmax by row of the many (OWN), `read_many` by row of the few. With p the
 weights, g the gradient of the output, and Δ = Σ p (g·value) of a softmax: dS = p (g·value − Δ).
 
+EVEN is for the few that fill all their tiles.
+
              a     b   c     e          da     db    dc          de
 read_few     q     g   k     v          dq     –     dk          dv
 read_many    k     v   q     g          dk     dv    dq          –
@@ -22,7 +24,7 @@ def _many_gradients(
     heads, many, few, segments, scale, a_b, a_h, a_n, b_b, b_h, b_n,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, OWN: tl.constexpr,
     MANY_MASKED: tl.constexpr, FEW_MASKED: tl.constexpr, TABLE_A: tl.constexpr,
-    TABLE_B: tl.constexpr, GIVEN: tl.constexpr, PRECISION: tl.constexpr,
+    TABLE_B: tl.constexpr, GIVEN: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, F: tl.constexpr, TILES: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
     """M rows of da and, where the few own the softmax, of db."""
@@ -53,14 +55,16 @@ def _many_gradients(
     for tile in range(TILES):
         j = tile * F + f
         ok = j < few
-        near = load_rows(c, j, D, ok, D, DP).to(x.dtype)
-        far = load_rows(e, j, E, ok, E, EP).to(x.dtype)
+        near = load_rows(c, j, D, ok, D, DP)
+        far = load_rows(e, j, E, ok, E, EP)
         score = tl.dot(x, tl.trans(near), input_precision=PRECISION) * (scale * LOG2E)
         inside = tl.dot(z, tl.trans(far), input_precision=PRECISION)
         if FEW_MASKED:
             ok &= tl.load(there + bh // heads * few + j, mask=ok, other=0) != 0
         if OWN:
-            p = tl.where(ok[None, :], tl.exp2(score - norm[:, None]), 0.0)
+            p = tl.exp2(score - norm[:, None])
+            if FEW_MASKED or not EVEN:
+                p = tl.where(ok[None, :], p, 0.0)
             if TILES == 1:
                 mean = tl.sum(p * inside, axis=1)
             s = p * (inside - mean[:, None])
@@ -112,8 +116,9 @@ def many_gradients(
         D=channels, DP=padded(channels), E=width, EP=padded(width), OWN=own,
         MANY_MASKED=mask is not None, FEW_MASKED=there is not None,
         TABLE_A=tables[0] is not None, TABLE_B=tables[1] is not None, GIVEN=segment is not None,
-        PRECISION=arithmetic(a.dtype), M=config.many, F=size, TILES=cdiv(few, size),
-        LOG2E=LOG2E, num_warps=config.num_warps, num_stages=config.num_stages,
+        EVEN=few % size == 0, PRECISION=arithmetic(a.dtype), M=config.many, F=size,
+        TILES=cdiv(few, size), LOG2E=LOG2E,
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return da, db
 
@@ -123,8 +128,9 @@ def _few_gradients(
     a, b, c, e, y, mask, there, lse, delta, dc, de, groups, heads, many, few, run, scale,
     a_b, a_h, a_n, b_b, b_h, b_n,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, OWN: tl.constexpr,
-    MANY_MASKED: tl.constexpr, FEW_MASKED: tl.constexpr, PRECISION: tl.constexpr,
-    M: tl.constexpr, F: tl.constexpr, TILES: tl.constexpr, LOG2E: tl.constexpr,
+    MANY_MASKED: tl.constexpr, FEW_MASKED: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, M: tl.constexpr, F: tl.constexpr, TILES: tl.constexpr,
+    LOG2E: tl.constexpr,
 ):  # fmt: skip
     """What a run of the many gives F rows of dc and, where the many own the softmax, of de."""
     runs = tl.cdiv(many, run)
@@ -138,8 +144,8 @@ def _few_gradients(
     b += bh // heads * b_b + bh % heads * b_h + begin.to(tl.int64) * b_n
     mask += bh // heads * many
     ok = f < few
-    near = load_rows(c + bh * few * D, f, D, ok, D, DP).to(a.dtype.element_ty)
-    far = load_rows(e + bh * few * E, f, E, ok, E, EP).to(a.dtype.element_ty)
+    near = load_rows(c + bh * few * D, f, D, ok, D, DP)
+    far = load_rows(e + bh * few * E, f, E, ok, E, EP)
     norm = tl.zeros((F,), tl.float32)
     mean = norm
     if not OWN:
@@ -161,7 +167,9 @@ def _few_gradients(
         score = tl.dot(near, tl.trans(x), input_precision=PRECISION) * (scale * LOG2E)
         inside = tl.dot(far, tl.trans(z), input_precision=PRECISION)
         if OWN:
-            p = tl.where(ok[:, None], tl.exp2(score - norms[None, :]), 0.0)
+            p = tl.exp2(score - norms[None, :])
+            if FEW_MASKED or not EVEN:
+                p = tl.where(ok[:, None], p, 0.0)
             if TILES == 1:
                 means = tl.sum(p * inside, axis=0)
             else:
@@ -204,7 +212,7 @@ def few_gradients(
         a, b, c, e, some(y), some(mask), some(there), lse, some(delta), dc, de,
         batch * heads, heads, many, few, run, float(scale), *a.stride()[:3], *b.stride()[:3],
         D=channels, DP=padded(channels), E=width, EP=padded(width), OWN=own,
-        MANY_MASKED=mask is not None, FEW_MASKED=there is not None,
+        MANY_MASKED=mask is not None, FEW_MASKED=there is not None, EVEN=few % size == 0,
         PRECISION=arithmetic(a.dtype), M=config.many, F=size, TILES=tiles, LOG2E=LOG2E,
         # Two groups of four warps would have to exchange the weights of a tile of 64 rows.
         num_warps=4 if max(size, channels, width) <= 64 else config.num_warps,

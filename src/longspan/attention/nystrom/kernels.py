@@ -97,28 +97,28 @@ def nystrom_forward(
     scale: float,
     keep: bool,
 ) -> list[Tensor]:
-    """The output; if the backward is to follow, all that it needs to `keep`: q̃, k̃, B v and W in
-    float32; log₂-sum-exp of both softmaxes; norms of A."""
+    """The output; if the backward is to follow, all that it needs to `keep`: q̃ and k̃ in float32 and
+    rounded, B v in float32, W; log₂-sum-exp of both softmaxes; norms of A."""
     from longspan.attention import few, tiles
     from longspan.attention.nystrom import triton as verbs
 
     q, k, v = (tiles.rows(x) for x in (q, k, v))
     cut = by_query, by_key = both_segments(q, k, key_mask, num_landmarks)
-    q_means, k_means = verbs.segment_means(q, k, num_landmarks, by_query.cut, by_key.cut)
-    bv, b_lse = few.read_many(k, v, q_means, by_key.mask, scale)
+    means, rounded = verbs.segment_means(q, k, num_landmarks, by_query.cut, by_key.cut)
+    bv, b_lse = few.read_many(k, v, rounded[0], by_key.mask, scale)
     norms = bv.new_empty(0)
     if num_landmarks > IN_ONE_PROGRAM:
-        a = many_landmarks.softmax(q_means, k_means, cut, scale)
+        a = many_landmarks.softmax(*means, cut, scale)
         w = reference.pseudo_inverse(a, num_iterations, "original" if original else "exact") @ bv
-        w = many_landmarks.own_values(w, v, by_key)
+        w = many_landmarks.own_values(w, v, by_key).to(v.dtype)
     else:
         first = None if by_key.bounds is None else by_key.bounds[0]
         if original:
-            norms = verbs.norms(q_means, k_means, lengths(cut), scale, q.dtype)
+            norms = verbs.norms(*means, lengths(cut), scale, q.dtype)
         given = norms.amax().expand_as(norms).contiguous() if original else None
-        w = verbs.solve(q_means, k_means, bv, v, lengths(cut), first, given, num_iterations, scale)
-    y, f_lse = few.read_few(q, k_means, w, by_key.there, scale)
-    return [y, q_means, k_means, bv, w, f_lse, b_lse, norms] if keep else [y]
+        w = verbs.solve(*means, bv, v, lengths(cut), first, given, num_iterations, scale)
+    y, f_lse = few.read_few(q, rounded[1], w, by_key.there, scale)
+    return [y, *means, *rounded, bv, w, f_lse, b_lse, norms] if keep else [y]
 
 
 @ops.fake(nystrom_forward)
@@ -148,8 +148,10 @@ def _(
         y,
         wide(*small, channels),
         wide(*small, channels),
+        q.new_empty((*small, channels)),
+        q.new_empty((*small, channels)),
         wide(*small, width),
-        wide(*small, width),
+        v.new_empty((*small, width)),
         wide(batch, heads, queries),
         wide(*small),
         wide(batch, heads) if from_kernel else wide(0),
@@ -167,6 +169,8 @@ def nystrom_backward(
     y: Tensor,
     q_means: Tensor,
     k_means: Tensor,
+    q_round: Tensor,
+    k_round: Tensor,
     bv: Tensor,
     w: Tensor,
     f_lse: Tensor,
@@ -184,14 +188,14 @@ def nystrom_backward(
     landmarks = q_means.shape[2]
     cut = by_query, by_key = both_segments(q, k, key_mask, landmarks)
     there = by_key.there
-    dk_parts, dw = few_backward.few_gradients(q, g, k_means, w, f_lse, scale, y=y, there=there)
+    dk_parts, dw = few_backward.few_gradients(q, g, k_round, w, f_lse, scale, y=y, there=there)
     if landmarks > IN_ONE_PROGRAM:
         dbv, dq_means, table_k, table_v = many_landmarks.solve_backward(
             q_means, k_means, bv, dw.sum(0), dk_parts.sum(0), cut,
             many_landmarks.sizes(by_key, k.shape[2], landmarks, k.device),
             num_iterations, original, scale,
         )  # fmt: skip
-        delta = (dbv * bv).sum(-1)
+        delta, dbv = (dbv * bv).sum(-1), dbv.to(q.dtype)
     else:
         given = norms.amax().expand_as(norms).contiguous() if original else None
         dbv, delta, da, dnorm, table_v = verbs.solve_backward(
@@ -203,7 +207,7 @@ def nystrom_backward(
         dq_means, table_k = verbs.landmark_gradients(
             q_means, k_means, da, dnorm, dk_parts, lengths(cut), k.shape[2], scale, q.dtype
         )
-    few_side = k, v, q_means, dbv, b_lse, scale
+    few_side = k, v, q_round, dbv, b_lse, scale
     dq_parts, _ = few_backward.few_gradients(*few_side, delta=delta, mask=by_key.mask)
     q_length = None if by_query.bounds is None else by_query.bounds[2]
     table_q = verbs.mean_gradients(dq_means, dq_parts, q_length, q.shape[2])
@@ -212,7 +216,7 @@ def nystrom_backward(
         tables=(table_k, None if by_key.bounds is None else table_v),
     )  # fmt: skip
     dq, _ = few_backward.many_gradients(
-        q, g, k_means, w, f_lse, scale, y=y, there=there, segment=by_query.segment,
+        q, g, k_round, w, f_lse, scale, y=y, there=there, segment=by_query.segment,
         tables=(table_q, None),
     )  # fmt: skip
     return dq, dk, dv

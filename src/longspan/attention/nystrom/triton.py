@@ -31,16 +31,20 @@ def _sizes(length, j, few):
 @Kernel
 def _segment_means(
     q, k, q_mask, k_mask, q_first, k_first, q_last, k_last, q_length, k_length, q_out, k_out,
-    groups, heads, queries, keys, few, q_b, q_h, q_n, k_b, k_h, k_n,
+    q_round, k_round, groups, heads, queries, keys, few, q_b, q_h, q_n, k_b, k_h, k_n,
     UNEVEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Queries first, then keys; a program a segment."""
     at = tl.program_id(0)
-    x, mask, first, last, length, out = q, q_mask, q_first, q_last, q_length, q_out
+    x, mask, first, last, length, out, rounded = (
+        q, q_mask, q_first, q_last, q_length, q_out, q_round
+    )  # fmt: skip
     tokens, stride_b, stride_h, stride_n = queries, q_b, q_h, q_n
     if at >= groups * few:
         at -= groups * few
-        x, mask, first, last, length, out = k, k_mask, k_first, k_last, k_length, k_out
+        x, mask, first, last, length, out, rounded = (
+            k, k_mask, k_first, k_last, k_length, k_out, k_round
+        )  # fmt: skip
         tokens, stride_b, stride_h, stride_n = keys, k_b, k_h, k_n
     bh, j = (at // few).to(tl.int64), at % few
     if UNEVEN:
@@ -63,28 +67,34 @@ def _segment_means(
         x += R * stride_n
     d = tl.arange(0, DP)
     mean = tl.sum(total, axis=0) / tl.maximum(size, 1).to(tl.float32)
-    tl.store(out + (bh * few + j) * D + d, mean, mask=d < D)
+    here = (bh * few + j) * D + d
+    tl.store(out + here, mean, mask=d < D)
+    tl.store(rounded + here, mean.to(rounded.dtype.element_ty), mask=d < D)
 
 
 def segment_means(
     q: Tensor, k: Tensor, few: int, q_cut: Sequence[Tensor] = (), k_cut: Sequence[Tensor] = ()
-) -> tuple[Tensor, Tensor]:
-    """Means (B, H, F, D) in float32 of queries and of keys, over even runs or as they are cut.
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Means (B, H, F, D) of queries and of keys, over even runs or as they are cut.
 
-    A cut: mask (B, N), first tokens and last plus one (B, F), valid tokens (B,).
+    In float32, and rounded to the dtype of q and k. A cut: mask (B, N), first tokens and last plus
+    one (B, F), valid tokens (B,).
     """
     (batch, heads, queries, channels), keys = q.shape, k.shape[2]
     shape = batch, heads, few, channels
     sides = zip(q_cut or [q] * 4, k_cut or [k] * 4, strict=True)
-    q_out, k_out = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    q_out, k_out, q_round, k_round = (
+        torch.empty(shape, dtype=dtype, device=q.device)
+        for dtype in (torch.float32, torch.float32, q.dtype, k.dtype)
+    )
     size = min(padded(cdiv(max(queries, keys), few)), 64)
     _segment_means[(2 * batch * heads * few,)](
-        q, k, *(x for both in sides for x in both), q_out, k_out,
+        q, k, *(x for both in sides for x in both), q_out, k_out, q_round, k_round,
         batch * heads, heads, queries, keys, few,
         *q.stride()[:3], *k.stride()[:3], UNEVEN=len(q_cut) > 0,
         D=channels, DP=padded(channels), R=size, num_warps=4 if size == 64 else 2,
     )  # fmt: skip
-    return q_out, k_out
+    return (q_out, k_out), (q_round, k_round)
 
 
 @triton.jit
@@ -287,13 +297,14 @@ def solve(
     q_means: Tensor, k_means: Tensor, bv: Tensor, v: Tensor, lengths: Lengths,
     first: Tensor | None, given: Tensor | None, num_iterations: int, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Z (B v), (B, H, F, Dv) in float32; `given` is the norm (B, H) to start from, if not its own.
+    """Z (B v), (B, H, F, Dv) in the dtype of v.
 
-    `lengths` are the valid queries and keys (B,) where segments are uneven, and `first` the first
-    token of each segment of keys: with no more keys than landmarks, values take their place.
+    `given` is the norm (B, H) to start from, if not its own. `lengths` are the valid queries and
+    keys (B,) where segments are uneven, and `first` the first token of each segment of keys: with
+    no more keys than landmarks, values take their place.
     """
     batch, heads, few, _ = q_means.shape
-    out = torch.empty_like(bv)
+    out = torch.empty_like(bv, dtype=v.dtype)
     programs, scratch, shared = _shared(q_means, v.dtype, 6)
     held = shared["F"] in HELD_WARPS and shared["PRECISION"] != "ieee"
     if held:

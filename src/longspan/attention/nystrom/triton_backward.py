@@ -154,11 +154,12 @@ def solve_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """From parts (runs, B, H, F, Dv): gradients of B v, their Δ, those of A and the norm, and of v.
 
-    The last is by segment, and zero but where there are no more keys than landmarks.
+    The first is rounded to a dtype, the last by segment, and zero but where there are no more keys
+    than landmarks.
     """
     batch, heads, few, _ = q_means.shape
     programs, scratch, shared = _shared(q_means, dtype, num_iterations + 9)
-    g, dbv, table_v = (torch.empty_like(bv) for _ in range(3))
+    g, table_v, dbv = torch.empty_like(bv), torch.empty_like(bv), torch.empty_like(bv, dtype=dtype)
     delta, dnorm = bv.new_empty(batch, heads, few), bv.new_empty(batch, heads)
     da = bv.new_empty(batch, heads, shared["F"], shared["F"])
     _unroll[(programs,)](

@@ -35,13 +35,9 @@ class Config:
     num_stages: int
 
 
-SHORT_KEYS = 1024
-
-# By pass, bytes of an element and padded channels: tiles that fit registers and shared memory. For
-# up to SHORT_KEYS keys, the forward is "short" where that was measured to be faster.
+# By pass, bytes of an element and padded channels: tiles that fit registers and shared memory.
 CONFIGS: dict[tuple[str, int, int], Config] = {
-    ("short", 2, 64): Config(64, 64, 4, 3),
-    ("forward", 2, 64): Config(128, 64, 4, 3),
+    ("forward", 2, 64): Config(128, 64, 8, 3),
     ("forward", 2, 128): Config(128, 64, 8, 2),
     ("forward", 2, 256): Config(64, 64, 4, 2),
     ("forward", 4, 64): Config(32, 32, 4, 1),
@@ -65,17 +61,18 @@ CONFIGS: dict[tuple[str, int, int], Config] = {
 def choose(verb: str, dtype: torch.dtype, *channels: int) -> Config:
     """The configuration of a pass for rows of a dtype and width."""
     rows = dtype.itemsize, max(64, *(padded(n) for n in channels))
-    return CONFIGS.get((verb, *rows)) or CONFIGS["forward", *rows]
+    return CONFIGS[verb, *rows]
 
 
 @triton.jit
 def _square_root(x, FTZ: tl.constexpr):
-    """√x in one instruction; tiny numbers count as zero."""
+    """√|x| in one instruction; tiny numbers count as zero."""
     if FTZ:
         return tl.inline_asm_elementwise(
-            "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return tl.sqrt(x)
+            "{ .reg .f32 size; abs.f32 size, $1; sqrt.approx.ftz.f32 $0, size; }",
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return tl.sqrt(tl.abs(x))
 
 
 @triton.jit
@@ -85,8 +82,8 @@ def _probability(half, BITS: tl.constexpr, DEGREE: tl.constexpr, LIFT: tl.conste
 
     The polynomials fit p²/(1 − u) with the least relative error: 1.2e-4, 2.1e-6 and 7e-9.
     """
-    v = tl.abs(0.5 - half)  # rounding takes cosines past 1
-    u = _square_root(v, FTZ)
+    v = 0.5 - half
+    u = _square_root(v, FTZ)  # rounding takes cosines past 1
     if DEGREE == 3:
         r = ((-0.0282089912 * u + 0.107884368) * u - 0.26908355) * u + 0.999881974
     elif DEGREE == 5:
@@ -201,8 +198,7 @@ def sum_values(
     """Output (B, H, Nq, Dv) for unit vectors k, and 1/norm (B, H, Nq) of its rows as summed."""
     batch, heads, queries, channels = q.shape
     keys, width = v.shape[2:]
-    verb = "short" if keys <= SHORT_KEYS else "forward"
-    config = config or choose(verb, v.dtype, channels, width)
+    config = config or choose("forward", v.dtype, channels, width)
     y = v.new_empty(batch, heads, queries, width)
     y_inverse = v.new_empty((batch, heads, queries), dtype=torch.float32)
     # float16 has not the range for p^τ: lifted by 2^(τ − 1), a right angle counts 1/2.
@@ -245,7 +241,10 @@ def _query_gradients(
         inverse = tl.load(y_inverse + row, mask=there, other=0)
         outer = (outer - tl.sum(outer * unit, axis=1)[:, None] * unit) * inverse[:, None]
         store_rows(inner, row, E, there, outer, E, EP)
-        grad = outer.to(grad.dtype)
+        # Read again, it goes to shared memory once; from registers, each product would wait for the
+        # one before.
+        tl.debug_barrier()
+        grad = load_rows(inner, row, E, there, E, EP)
     total = tl.zeros((M, DP), tl.float32)
     for start in range(0, keys, N):
         seen = start + n < keys
