@@ -17,6 +17,7 @@ CUDA = Path(__file__).with_name("cuda")
 HASH, CODES, TABLES, WALK = (CUDA / f"{name}.cu" for name in ("hash", "codes", "tables", "walk"))
 TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 INDICES = {torch.uint16: "uint16_t", torch.uint32: "uint32_t"}
+MORE_PLANES = 31  # rows after those of any planes, which hash.cu reads and does not use
 TABLE_BYTES = 1 << 28  # of tables at a time; more hashes take turns
 MANY_WARPS = 1 << 14  # a dozen for each place that an H200 has for them
 MOST_ROWS = 20  # of a bucket, that walk.cu looks at one by one
@@ -41,7 +42,9 @@ def gaussian_planes(
     """Gaussian `projections` made on the GPU: (H, 1, m, τ, channels padded), bfloat16."""
     padded = -(-channels // 32) * 32
     make = torch.empty if padded == channels else torch.zeros
-    planes = make(heads, 1, num_hashes, hash_bits, padded, dtype=torch.bfloat16, device=device)
+    rows = heads * num_hashes * hash_bits
+    planes = make(rows + MORE_PLANES, padded, dtype=torch.bfloat16, device=device)[:rows]
+    planes = planes.view(heads, 1, num_hashes, hash_bits, padded)
     count = heads * num_hashes * hash_bits * channels
     _codes(hash_bits)(
         "gaussian_planes",
@@ -65,7 +68,9 @@ def plane_pieces(planes: Tensor) -> Tensor:
     """Any `projections` as two bfloat16 pieces that add up to them: (H, 2, m, τ, padded)."""
     planes = F.pad(planes, (0, -planes.shape[3] % 32))
     high = planes.bfloat16()
-    return torch.stack([high, (planes - high.float()).bfloat16()], 1)
+    pieces = torch.stack([high, (planes - high.float()).bfloat16()], 1)
+    more = F.pad(pieces.flatten(0, 3), (0, 0, 0, MORE_PLANES))
+    return more[:-MORE_PLANES].view(pieces.shape)
 
 
 def hash_codes(q: Tensor, k: Tensor, planes: Tensor, *, both: bool) -> tuple[Tensor, ...]:
@@ -82,7 +87,7 @@ def hash_codes(q: Tensor, k: Tensor, planes: Tensor, *, both: bool) -> tuple[Ten
     k_token = new(batch, heads, keys, hashes) if both else None
     # As hash.cu has it: the tokens of a block.
     tiles = -(-channels // 32) * {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[q.dtype]
-    block = 256 if tiles <= 4 else 128
+    block = 512 if tiles <= 2 and hash_bits <= 8 else 256 if tiles <= 4 else 128
     blocks = batch * heads * (-(-queries // block) + -(-keys // block))
     _hash(channels, hash_bits, q.dtype, pieces)(
         "hash_codes", blocks, 256,

@@ -27,6 +27,7 @@ ROWS, OUTER = (CUDA / f"{name}.cu" for name in ("rows", "outer"))
 MANY_RUNS = 1 << 13  # of outer.cu: a dozen for each place that an H200 has for them
 RUN_TOKENS = 1024  # of a side of a run: not too many, so that all parts of the GPU end together
 FEW_ROWS = 48, 64  # of a bucket, that outer.cu takes in pairs: of small buckets, and of others
+ROW_PARTS = 2  # as rows.cu has it: rows that a group of lanes takes
 FLOAT16_ROOM = 1 << 15  # that sums in float16 may reach
 
 
@@ -160,7 +161,7 @@ def outer(
     kept = 2 * a_head * run * 2 * columns**2  # bytes of the tables of two sides of a head
     few, many = FEW_ROWS[most >= 32 << bits], 8 * most >> bits
     small = columns == 64 and not walked
-    in_pairs = small and most < 4 * few << bits
+    in_pairs = small and most < few << bits
     # In phases where the cache has no room for rows and sums of a side, if there is work for all.
     in_phases = small and 8 * columns * most > _cache_bytes(q_order.device)
     in_phases = in_phases and not in_pairs and a_head >= MANY_RUNS // 4 and kept <= sums[1].nbytes
@@ -177,11 +178,9 @@ def outer(
         *rows, q_order, k_order, q_first, k_first, *sums, queries, keys, hashes, used, buckets, run,
     )  # fmt: skip
     large = each, q_most, k_most, *above
-    if in_pairs and most <= few << bits:
+    if in_pairs:
         launch(few)("outer_both", tables + groups * a_head, 32, *arguments, *large, tables)
         return
-    if in_pairs:
-        launch(few)("outer_pairs", groups * a_head, 32, *arguments)
     if in_phases:
         store = torch.empty(kept, dtype=torch.uint8, device=q_order.device)
         order = q_most.new_empty(1 + 2 * groups * (1 + a_head))
@@ -238,8 +237,8 @@ def _columns(channels: int, width: int) -> int:
 
 def _row_blocks(a: Tensor, b: Tensor, columns: int) -> int:
     """Blocks of rows.cu for the rows of a and b."""
-    rows = a.shape[0] * a.shape[1] * (a.shape[2] + b.shape[2])
-    return -(-rows * columns // 8 // 256)
+    each = 256 * 8 // columns * ROW_PARTS
+    return 2 * -(-a.shape[0] * a.shape[1] * max(a.shape[2], b.shape[2]) // each)
 
 
 @functools.cache

@@ -14,8 +14,10 @@
 
 constexpr int GROUPS = (D + 31) / 32;  // of 32 channels: two steps of the product
 constexpr int PIECES = X == BF16 ? 1 : X == F16 ? 2 : 3;
-constexpr int MT = GROUPS * PIECES <= 4 ? 2 : 1;  // tiles of 16 tokens that a warp holds
+constexpr int MT = GROUPS * PIECES <= 2 && BITS <= 8 ? 4 : GROUPS * PIECES <= 4 ? 2 : 1;
+constexpr int SETS = (MT + 1) / 2;  // of two tiles of 16 tokens; a warp holds MT tiles
 constexpr int WARPS = 8, TOKENS = WARPS * 16 * MT;
+constexpr int PER_SM = GROUPS * PIECES > 2 ? 1 : 8 / MT;  // blocks, at least
 constexpr int HASHES = BITS <= 8 ? 32 : 16;  // at a time: 32 bytes of codes
 constexpr int TILES = HASHES * BITS / 8, WORDS = (TILES + 3) / 4;
 constexpr int EACH = 4 / sizeof(Code);  // codes in a word
@@ -116,9 +118,9 @@ struct Side {
   int64_t n;
 };
 
-// planes (H, PLANES, m, BITS, channels padded to 32). One block TOKENS tokens of a head, the queries'
-// first in the grid.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, GROUPS * PIECES <= 2 ? 4 : 1) hash_codes(
+// planes (H, PLANES, m, BITS, channels padded to 32), and 31 more rows of any content, for words of bits
+// are whole. One block TOKENS tokens of a head, the queries' first in the grid.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, PER_SM) hash_codes(
     const char* q, int64_t q_batch, int64_t q_head, int64_t q_row, Code* q_token, Code* q_hash,
     int64_t queries, const char* k, int64_t k_batch, int64_t k_head, int64_t k_row, Code* k_token,
     Code* k_hash, int64_t keys, const char* planes, int64_t batch_heads, int64_t heads,
@@ -156,12 +158,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, GROUPS * PIECES <= 2 ? 
     const int now = min(HASHES, (int)hashes - h);
 #pragma unroll 1
     for (int w = 0; w * 32 < now * BITS; w++) {
-      uint32_t signs[4] = {};  // of the tokens of rows g and g + 8 of each tile, two bits a tile
+      uint32_t signs[4 * SETS] = {};  // of the tokens of rows g and g + 8 of each tile, two bits a tile
 #pragma unroll
       for (int j = 3; j >= 0; j--) {
         // The planes of columns 2 t and 2 t + 1 are those of bits 8 t + 2 j and 8 t + 2 j + 1, so that a
-        // lane finds a byte of each word. Beyond the last hash, any plane: nobody reads those bits.
-        const int row = min(h * BITS + w * 32 + g / 2 * 8 + 2 * j + g % 2, rows - 1);
+        // lane finds a byte of each word. Beyond the last hash nobody looks at the bits.
+        const int row = h * BITS + w * 32 + g / 2 * 8 + 2 * j + g % 2;
         float sum[MT][4];
 #pragma unroll
         for (int p = 0; p < PLANES; p++)
@@ -190,10 +192,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, GROUPS * PIECES <= 2 ? 
                   __funnelshift_l(__float_as_uint(sum[i][2 * half + e]), signs[2 * i + half], 1);
       }
       // A lane has the byte t of up to four tokens' words; it gets all bytes of the word of token t.
-      uint32_t word = signs[0] | signs[1] << 8 | signs[2] << 16 | signs[3] << 24;
-      word = swap(word, 1, 0x6240, 0x3715);
-      word = swap(word, 2, 0x5410, 0x3276);
-      if (t < 2 * MT) bits[word_at((warp * MT + t / 2) * 16 + t % 2 * 8 + g, w)] = word;
+#pragma unroll
+      for (int i = 0; i < 4 * SETS; i += 4) {
+        uint32_t word = signs[i] | signs[i + 1] << 8 | signs[i + 2] << 16 | signs[i + 3] << 24;
+        word = swap(word, 1, 0x6240, 0x3715);
+        word = swap(word, 2, 0x5410, 0x3276);
+        if (t < 2 * MT) bits[word_at((warp * MT + (i + t) / 2) * 16 + t % 2 * 8 + g, w)] = word;
+      }
     }
     __syncthreads();
     if (side.by_token) {

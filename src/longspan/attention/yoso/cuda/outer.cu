@@ -548,13 +548,7 @@ __device__ void run_pairs(char* memory, uint32_t task, const Sides& both, int64_
 
 constexpr int PAIRS_MEMORY = RING * PAIR_SLOT;
 
-extern "C" __global__ void __launch_bounds__(32, PER_SM) outer_pairs(SIDES, int64_t length) {
-  __shared__ __align__(128) char memory[PAIRS_MEMORY];
-  run_pairs(memory, blockIdx.x, BOTH, length);
-}
-
-// Both in one launch, for where few buckets are left to tables: they take long and come first, and pairs
-// fill what they leave idle.
+// Where few buckets are left to tables: they take long and come first, and pairs fill what they leave idle.
 extern "C" __global__ void __launch_bounds__(32, PER_SM)
     outer_both(SIDES, int64_t length, int64_t each, const uint32_t* q_most, const uint32_t* k_most,
                int64_t own_above, int64_t other_above, int64_t tables) {

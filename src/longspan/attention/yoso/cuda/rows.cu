@@ -3,36 +3,44 @@
 //   D, E   channels of queries and keys, and of values and gradients; multiples of 8 up to 128
 //   W      columns of what outer.cu reads, 64 or 128
 //
-// bfloat16 rows, eight channels a lane, a group of lanes a row. Queries come first in the grid, then
-// keys: rows 0 … BH nq − 1, and BH nq … BH (nq + nk) − 1.
+// bfloat16 rows, eight channels a lane, a group of lanes a row. Blocks of queries (B H, nq) and of keys
+// (B H, nk) take turns, from the last head to the first: other kernels go from the first to the last, and
+// find in the L2 cache what was written last, or leave there what is read first.
 
 #include "common.cuh"
 #include "rows.cuh"
 
-constexpr int GROUP = W / 8, ROWS = 256 / GROUP;
+constexpr int GROUP = W / 8;
+constexpr int PARTS = 2;  // rows of a group of lanes, all on their way before the first is worked on
 
-struct Row {
-  bool key, there;
-  int64_t at;   // of its side
-  uint32_t bh;  // its head
-  __device__ Row(int64_t heads, int64_t queries, int64_t keys) {
-    const int64_t row = (int64_t)blockIdx.x * ROWS + threadIdx.x / GROUP;
-    key = row >= heads * queries;
-    there = row < heads * (queries + keys);
-    at = key ? row - heads * queries : row;
-    bh = there ? (uint32_t)at / (uint32_t)(key ? keys : queries) : 0;
+struct Rows {
+  bool key;                  // which side
+  uint32_t begin, n, count;  // the first of this block; tokens of a head, and of the side
+  __device__ Rows(int64_t batch_heads, int64_t queries, int64_t keys) {
+    const uint32_t block = gridDim.x - 1 - blockIdx.x;
+    key = block % 2;
+    begin = block / 2 * (256 / GROUP * PARTS);
+    n = (uint32_t)(key ? keys : queries);
+    count = (uint32_t)batch_heads * n;
   }
+  __device__ uint32_t operator[](int part) const { return begin + (part * 256 + threadIdx.x) / GROUP; }
 };
 
-__device__ inline void load8(const char* rows, int64_t row, int channels, bool there, float (&x)[8]) {
+__device__ inline Row8<BF16> load(const char* rows, uint32_t row, int channels, bool there) {
   const int lane = threadIdx.x % GROUP;
   Row8<BF16> word;
-  if (there && lane * 8 < channels) word.load(rows + row * channels * 2, lane);
+  if (there && lane * 8 < channels) word.load(rows + (int64_t)row * (channels * 2), lane);
   else word.clear();
-#pragma unroll
-  for (int i = 0; i < 8; i++) x[i] = 0;
-  word.add_to(x);
+  return word;
 }
+
+__device__ inline void unpack8(const Row8<BF16>& word, float (&x)[8]) {
+  const uint32_t* w = (const uint32_t*)word.word;
+#pragma unroll
+  for (int i = 0; i < 4; i++) unpack(w[i], x[2 * i], x[2 * i + 1], BF16);
+}
+
+__device__ inline float inverse_root(float x) { return x == 0 ? 0 : rsqrtf(x); }
 
 // The gradient through the unit vector of y: g ← (g − (g·y) y) / norm, where `inverse` is given; norms
 // (B H, nq) of g and (B H, nk) of v, zero for masked keys; and the first half of what outer.cu reads of a
@@ -41,27 +49,42 @@ extern "C" __global__ void __launch_bounds__(256) measure(
     const char* g, const char* y, const float* inverse, char* g_out, const char* v,
     const bool* mask, float* g_norms, float* v_norms, char* q_rows, char* k_rows,
     int64_t batch_heads, int64_t heads, int64_t queries, int64_t keys) {
-  const Row row(batch_heads, queries, keys);
+  const Rows rows(batch_heads, queries, keys);
   const int lane = threadIdx.x % GROUP;
-  bool there = row.there;
-  if (row.key && there && mask)
-    there = mask[row.bh / (uint32_t)heads * keys + row.at - row.bh * keys];
-  float x[8];
-  load8(row.key ? v : g, row.at, E, there, x);
-  if (!row.key && inverse) {
-    float u[8];
-    load8(y, row.at, E, there, u);
-    const float along = dot<GROUP>(x, u), factor = there ? inverse[row.at] : 0;
+  const bool through = !rows.key && inverse;
+  Row8<BF16> x_word[PARTS], u_word[PARTS];
+  float factor[PARTS];
 #pragma unroll
-    for (int i = 0; i < 8; i++) x[i] = (x[i] - along * u[i]) * factor;
-    if (there && lane * 8 < E) store8<BF16>(g_out + row.at * (E * 2), lane, x);
+  for (int p = 0; p < PARTS; p++) {
+    const uint32_t row = rows[p];
+    bool there = row < rows.count;
+    if (rows.key && mask && there) {
+      const uint32_t bh = row / rows.n;
+      there = mask[bh / (uint32_t)heads * keys + row % rows.n];
+    }
+    x_word[p] = load(rows.key ? v : g, row, E, there);
+    u_word[p] = load(y, row, E, there && through);
+    factor[p] = there && through ? inverse[row] : 1;
   }
-  const float norm = sqrtf(dot<GROUP>(x, x));
 #pragma unroll
-  for (int i = 0; i < 8; i++) x[i] *= inverse_of(norm);
-  if (!row.there) return;
-  if (lane == 0) (row.key ? v_norms : g_norms)[row.at] = norm;
-  store8<F16>((row.key ? k_rows : q_rows) + row.at * (4 * W), lane, x);
+  for (int p = 0; p < PARTS; p++) {
+    const uint32_t row = rows[p];
+    float x[8], u[8];
+    unpack8(x_word[p], x);
+    if (through) {
+      unpack8(u_word[p], u);
+      const float along = dot<GROUP>(x, u);
+#pragma unroll
+      for (int i = 0; i < 8; i++) x[i] = (x[i] - along * u[i]) * factor[p];
+    }
+    const float square = dot<GROUP>(x, x), shrink = inverse_root(square);
+    if (row >= rows.count) continue;
+    if (through && lane * 8 < E) store8<BF16>(g_out + (int64_t)row * (E * 2), lane, x);
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] *= shrink;
+    if (lane == 0) (rows.key ? v_norms : g_norms)[row] = square * shrink;
+    store8<F16>((rows.key ? k_rows : q_rows) + (int64_t)row * (4 * W), lane, x);
+  }
 }
 
 // Sums of the norms over the tokens of a head, (2, BH): a block each, always in the same order. And where
@@ -100,19 +123,37 @@ extern "C" __global__ void __launch_bounds__(256) pair_rows(
     const char* q, const char* k, const float* g_norms, const float* v_norms, const float* totals,
     const uint32_t* fullest, char* q_rows, char* k_rows, char* q_sums, char* k_sums,
     int64_t batch_heads, int64_t queries, int64_t keys, int64_t above, float room) {
-  const Row row(batch_heads, queries, keys);
+  const Rows rows(batch_heads, queries, keys);
   const int lane = threadIdx.x % GROUP;
-  const float norm = row.there ? (row.key ? v_norms : g_norms)[row.at] : 0;
-  const float total = totals[row.bh + (row.key ? batch_heads : 0)];
-  float x[8];
-  load8(row.key ? k : q, row.at, D, row.there, x);
-  const float factor = inverse_of(sqrtf(dot<GROUP>(x, x))) * norm * room * inverse_of(total);
+  const float* norms = rows.key ? v_norms : g_norms;
+  totals += rows.key ? batch_heads : 0;
+  if (fullest) fullest += rows.key ? 0 : batch_heads;
+  Row8<BF16> word[PARTS];
+  float factor[PARTS];
+  bool clear[PARTS];
 #pragma unroll
-  for (int i = 0; i < 8; i++) x[i] *= factor;
-  if (!row.there) return;
-  store8<F16>((row.key ? k_rows : q_rows) + row.at * (4 * W) + 2 * W, lane, x);
-  if (fullest && fullest[row.bh + (row.key ? 0 : batch_heads)] <= above) return;
-  *((uint4*)((row.key ? k_sums : q_sums) + row.at * (2 * W)) + lane) = make_uint4(0, 0, 0, 0);
+  for (int p = 0; p < PARTS; p++) {
+    const uint32_t row = rows[p], bh = row / rows.n;
+    const bool there = row < rows.count;
+    word[p] = load(rows.key ? k : q, row, D, there);
+    const float norm = there ? norms[row] : 0, total = there ? totals[bh] : 0;
+    factor[p] = total == 0 ? 0 : __fdividef(norm * room, total);
+    clear[p] = there && !(fullest && fullest[bh] <= above);
+  }
+#pragma unroll
+  for (int p = 0; p < PARTS; p++) {
+    const uint32_t row = rows[p];
+    float x[8];
+    unpack8(word[p], x);
+    const float shrink = inverse_root(dot<GROUP>(x, x)) * factor[p];
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] *= shrink;
+    if (row < rows.count)
+      store8<F16>((rows.key ? k_rows : q_rows) + (int64_t)row * (4 * W) + 2 * W, lane, x);
+    if (clear[p])
+      *((uint4*)((rows.key ? k_sums : q_sums) + (int64_t)row * (2 * W)) + lane) =
+          make_uint4(0, 0, 0, 0);
+  }
 }
 
 // Gradients of queries and keys from the sums that outer.cu left, in float16 and its order of columns:
@@ -122,26 +163,40 @@ extern "C" __global__ void __launch_bounds__(256) finish(
     const char* q_sums, const char* k_sums, const char* q, const char* k, const float* g_norms,
     const float* v_norms, const float* totals, char* dq, char* dk, int64_t batch_heads,
     int64_t queries, int64_t keys, float scale) {
-  const Row row(batch_heads, queries, keys);
+  const Rows rows(batch_heads, queries, keys);
   const int lane = threadIdx.x % GROUP;
-  const float norm = row.there ? (row.key ? v_norms : g_norms)[row.at] : 0;
-  const bool there = norm > 0;  // a masked key may hold anything
-  float u[8], x[8];
-  load8(row.key ? k : q, row.at, D, there, u);
-  const float inverse = inverse_of(sqrtf(dot<GROUP>(u, u)));
+  const float* norms = rows.key ? v_norms : g_norms;
+  totals += rows.key ? 0 : batch_heads;
+  Row8<BF16> word[PARTS];
+  uint32_t sum[PARTS][4];
+  float norm[PARTS], total[PARTS];
 #pragma unroll
-  for (int i = 0; i < 8; i++) u[i] *= inverse;
-  const uint32_t* sums = (const uint32_t*)((row.key ? k_sums : q_sums) + row.at * (2 * W));
+  for (int p = 0; p < PARTS; p++) {
+    const uint32_t row = rows[p];
+    const bool there = row < rows.count;
+    word[p] = load(rows.key ? k : q, row, D, there);
+    const uint32_t* sums = (const uint32_t*)((rows.key ? k_sums : q_sums) + (int64_t)row * (2 * W));
 #pragma unroll
-  for (int a = 0; a < 4; a++) {
-    const uint32_t word = there ? sums[column_word(lane, a)] : 0;
-    unpack(word, x[2 * a], x[2 * a + 1], F16);
+    for (int a = 0; a < 4; a++) sum[p][a] = there ? sums[column_word(lane, a)] : 0;
+    norm[p] = there ? norms[row] : 0;
+    total[p] = there ? totals[row / rows.n] : 0;
   }
-  const float along = dot<GROUP>(x, u);
-  const float factor =
-      inverse * scale * norm * totals[row.bh + (row.key ? 0 : (uint32_t)batch_heads)];
-#pragma unroll
-  for (int i = 0; i < 8; i++) x[i] = (x[i] - along * u[i]) * factor;
   __syncwarp();  // all of a row is read before any of it is written
-  if (row.there && lane * 8 < D) store8<BF16>((row.key ? dk : dq) + row.at * (D * 2), lane, x);
+#pragma unroll
+  for (int p = 0; p < PARTS; p++) {
+    const uint32_t row = rows[p];
+    float u[8], x[8];
+    unpack8(word[p], u);
+    const float inverse = inverse_root(dot<GROUP>(u, u));
+#pragma unroll
+    for (int i = 0; i < 8; i++) u[i] *= inverse;
+#pragma unroll
+    for (int a = 0; a < 4; a++) unpack(sum[p][a], x[2 * a], x[2 * a + 1], F16);
+    const float along = dot<GROUP>(x, u), factor = inverse * scale * norm[p] * total[p];
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      x[i] = norm[p] == 0 ? 0 : (x[i] - along * u[i]) * factor;  // a masked key may hold anything
+    if (row < rows.count && lane * 8 < D)
+      store8<BF16>((rows.key ? dk : dq) + (int64_t)row * (D * 2), lane, x);
+  }
 }
