@@ -54,6 +54,14 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _give_memory_back():
+    """Of a GPU, that the tests of other processes need: torch would keep what a test has freed."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 30:
+        torch.cuda.empty_cache()
+
+
 @pytest.hookimpl(trylast=True)  # after -m and -k have chosen
 def pytest_collection_modifyitems(config, items):
     part, parts = map(int, config.getoption("--part").split("/"))

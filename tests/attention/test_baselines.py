@@ -32,7 +32,7 @@ def test_softmax(queries, keys):
 
 
 @pytest.mark.parametrize(("queries", "keys"), LENGTHS)
-@pytest.mark.parametrize("window", [0, 1, 5, 32, 200])
+@pytest.mark.parametrize("window", [0, 1, 5, 32, 200, 10**6])
 def test_window_is_softmax_over_the_neighbours(queries, keys, window):
     q, k, v = qkv(queries=queries, keys=keys, dtype=torch.float64)
     key_mask = torch.rand(2, keys) < 0.7

@@ -16,6 +16,7 @@ def window(
     """Arguments as in `longspan.window`."""
     batch, _, queries, _ = q.shape
     keys = k.shape[2]
+    window = min(window, max(queries, keys))  # no key is further away
     size = max(window, 1)
     blocks = -(-queries // size)
     # Queries in blocks of one window; block b sees the key blocks b − 1, b and b + 1.
