@@ -19,27 +19,6 @@ constexpr int PER_SM = 8;  // warps of either kernel: as many as 255 registers e
 
 __device__ inline uint32_t pack(float low, float high) { return pack(low, high, F16); }
 
-// Add eight float16 numbers to memory.
-__device__ inline void add8(char* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("red.relaxed.gpu.global.add.noftz.v4.f16x2 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(a),
-               "r"(b), "r"(c), "r"(d) : "memory");
-#else
-  const uint32_t word[4] = {a, b, c, d};
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-    asm volatile("red.relaxed.gpu.global.add.noftz.f16x2 [%0], %1;" ::"l"(to + 4 * i), "r"(word[i])
-                 : "memory");
-#endif
-}
-
-// Transpose an 8 × 8 matrix of 16-bit numbers that the warp holds.
-__device__ inline uint32_t turn(uint32_t x) {
-  uint32_t r;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
-  return r;
-}
-
 // Add a row of this lane's tiles, its upper or lower half, to the sums of a token.
 template <int TILES>
 __device__ inline void add_row(char* sums, uint32_t token, const float (&x)[TILES][4], int half) {
@@ -193,7 +172,7 @@ __device__ void run_tables(char* memory, uint32_t task, const Sides& both, int64
           if (!on_other) copy16(slot + HALF_SLOT + place<PIECES>(row, piece), from + 2 * W, bytes);
         }
       }
-      asm volatile("cp.async.commit_group;" ::: "memory");
+      commit_copies();
       next();
     };
 
@@ -202,7 +181,7 @@ __device__ void run_tables(char* memory, uint32_t task, const Sides& both, int64
     for (int i = 0; i < STAGES - 1; i++) fetch(shared + i * SLOT);
     uint32_t slot = shared + (STAGES - 1) * SLOT, spent, here;
     auto take = [&]() {  // wait for the next chunk
-      asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+      wait_for_copies<STAGES - 2>();
       sync_block();
       spent = slot;
       slot = slot == shared + (STAGES - 1) * SLOT ? shared : slot + SLOT;
@@ -320,7 +299,7 @@ __device__ void run_tables(char* memory, uint32_t task, const Sides& both, int64
         if (last) break;
       }
     }
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    wait_for_copies<0>();
   }
 }
 
@@ -335,22 +314,6 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCKS, PER_SM / BLOCKS)
 }
 
 #if W == 64
-// Between warps of a grid: one counts what it has written, another waits until enough has been.
-__device__ inline void tell(uint32_t* count) {
-  __threadfence();
-  __syncwarp();
-  if (threadIdx.x == 0)
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
-}
-
-__device__ inline void wait_for(const uint32_t* count, uint32_t wanted) {
-  uint32_t seen;
-  do {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
-  } while (seen < wanted);
-  __syncwarp();
-}
-
 // Buckets of up to `above` queries and keys: the tables of all hashes of a side of a head, then what they
 // are applied to. At a time, the cache has to hold half of what it must for both. `kept` has room for the
 // tables of two sides. `order`, all zero at first: a ticket, how many runs of each side are applied, which
@@ -516,7 +479,7 @@ __device__ void run_pairs(char* memory, uint32_t task, const Sides& both, int64_
   auto fetch = [&](const Bucket& b, int at) {
     copy(q.rows, b.q_token, b.q_count, at);
     copy(k.rows, b.k_token, b.k_count, at + (b.q_count + 15) / 16);
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    commit_copies();
   };
   Bucket now = next(), soon = next();
   int at = 0;
@@ -528,9 +491,9 @@ __device__ void run_pairs(char* memory, uint32_t task, const Sides& both, int64_
     const bool fits = now.slots + soon.slots <= RING;
     if (fits) {
       fetch(soon, then);
-      asm volatile("cp.async.wait_group 1;" ::: "memory");
+      wait_for_copies<1>();
     } else {
-      asm volatile("cp.async.wait_group 0;" ::: "memory");
+      wait_for_copies<0>();
     }
     __syncwarp();
     const int q_tiles = (now.q_count + 15) / 16;

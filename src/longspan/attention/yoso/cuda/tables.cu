@@ -75,13 +75,13 @@ BUCKET_SUM(bucket_sum_16, 16) {
       ahead += CHUNK;
       token = ahead + lane < end ? __ldcs(list + ahead + lane) : 0;
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    commit_copies();
   };
   for (int i = 0; i < STAGES - 1; i++) fetch(i);
   float sum[8][4] = {};
   int stage = 0;
   for (; at < end; at += CHUNK) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+    wait_for_copies<STAGES - 2>();
     __syncwarp();
     fetch(stage == 0 ? STAGES - 1 : stage - 1);
 #pragma unroll
@@ -104,7 +104,7 @@ BUCKET_SUM(bucket_sum_16, 16) {
     stage = stage == STAGES - 1 ? 0 : stage + 1;
   }
   // Lane (g, t) has columns 2 t and 2 t + 1 of every 8; through shared memory, a lane gets 8 in a row.
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  wait_for_copies<0>();
   __syncwarp();
   float(*rows)[COLUMNS] = (float(*)[COLUMNS])memory;
 #pragma unroll

@@ -1,0 +1,125 @@
+"""YOSO's CUDA kernels on a CPU, through `emulator`: both passes, held to the reference."""
+
+import emulator
+import pytest
+import torch
+from cases import qkv, relative_error
+
+import longspan
+from longspan.attention import nvrtc
+from longspan.attention.yoso import kernels, verbs, verbs_backward
+from longspan.attention.yoso.hashing import projections
+
+pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing()))
+pytest.importorskip("triton", reason="needs triton, from the extra [cuda]")
+
+
+@pytest.fixture(autouse=True)
+def _emulated(monkeypatch):
+    monkeypatch.setattr(nvrtc, "launcher", emulator.launcher)
+    monkeypatch.setattr(verbs_backward, "_cache_bytes", lambda device: 50 << 20)
+    sources = [verbs._hash, verbs._codes, verbs._tables, verbs._walk]
+    sources += [verbs_backward._launch_rows, verbs_backward._outer]
+    for launcher in sources:
+        launcher.cache_clear()
+    yield
+    for launcher in sources:
+        launcher.cache_clear()
+
+
+def both_passes(q, k, v, g, mask, hashes, bits, hashing="gaussian", gradient="surrogate"):
+    """Output and gradients of the kernels, and of the reference in float32."""
+    planes = None
+    if hashing != "gaussian":
+        planes = projections(hashing, 7, q.shape[1], q.shape[3], hashes, bits, q.device)
+    y, *kept = kernels.yoso_forward(q, k, v, mask, None, 7, planes, hashes, bits, True, True)
+    grads = kernels.yoso_backward(
+        g, q, k, v, mask, y, *kept, None, 7, bits, hashes, True, gradient == "true", False
+    )
+    leaves = [x.float().requires_grad_() for x in (q, k, v)]
+    options = dict(num_hashes=hashes, hash_bits=bits, hashing=hashing, gradient=gradient, seed=7)
+    want = longspan.yoso(*leaves, key_mask=mask, impl="reference", **options)
+    return [y, *grads], [want, *torch.autograd.grad(want, leaves, g.float())]
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+@pytest.mark.parametrize(
+    ("shape", "hashes", "bits"),
+    [
+        (dict(queries=70, keys=50, channels=24, value_channels=40), 5, 3),
+        (dict(queries=150, channels=64), 2, 2),
+        (dict(queries=600, channels=16), 2, 2),
+        (dict(queries=60, channels=64), 3, 7),
+        (dict(queries=40, channels=80, value_channels=128), 2, 3),
+    ],
+    ids=["pairs-cross-odd", "pairs-and-tables", "tables", "walked", "wide"],
+)
+def test_both_passes(shape, hashes, bits, masked):
+    q, k, v = qkv(batch=1, heads=2, **shape, dtype=torch.bfloat16)
+    mask = torch.rand(1, k.shape[2]) < 0.7 if masked else None
+    g = torch.randn(1, 2, q.shape[2], v.shape[3]).bfloat16()
+    actual, expected = both_passes(q, k, v, g, mask, hashes, bits)
+    for name, a, b in zip(("y", "dq", "dk", "dv"), actual, expected, strict=True):
+        # Results are rounded to bfloat16, by 2^-9 at most, and so are tables and the gradient of y.
+        assert relative_error(a, b) < 6e-3, name
+
+
+def test_tables_in_phases(monkeypatch):
+    """As where the L2 cache has no room for a side of a head."""
+    monkeypatch.setattr(verbs_backward, "_cache_bytes", lambda device: 0)
+    monkeypatch.setattr(verbs_backward, "MANY_RUNS", 4)
+    q, k, v = qkv(batch=1, heads=2, queries=600, channels=16, dtype=torch.bfloat16)
+    k[:, 0, :150] = k[:, 0, :1]  # a bucket that is too full for it
+    actual, expected = both_passes(q, k, v, torch.randn_like(v), None, 2, 2)
+    for name, a, b in zip(("y", "dq", "dk", "dv"), actual, expected, strict=True):
+        assert relative_error(a, b) < 6e-3, name
+
+
+@pytest.mark.parametrize("bits", [2, 6], ids=["in-tables", "walked"])
+def test_a_bucket_with_half_of_the_keys(bits):
+    q, k, v = qkv(batch=1, heads=1, queries=90, channels=16, dtype=torch.bfloat16)
+    k[:, :, ::2] = k[:, :, :1]
+    actual, expected = both_passes(q, k, v, torch.randn_like(v), None, 3, bits)
+    for name, a, b in zip(("y", "dq", "dk", "dv"), actual, expected, strict=True):
+        assert relative_error(a, b) < 6e-3, name
+
+
+@pytest.mark.parametrize("bits", [2, 6], ids=["in-tables", "walked"])
+def test_a_gradient_that_is_not_a_number_is_seen(bits):
+    """By who scales gradients; what became zero would be trained on."""
+    q, k, v = qkv(batch=1, heads=2, queries=90, channels=16, dtype=torch.bfloat16)
+    g = torch.randn_like(v)
+    g[0, 0, 3, 2] = float("nan")
+    (_, *grads), _ = both_passes(q, k, v, g, None, 3, bits)
+    for name, x in zip(("dq", "dk", "dv"), grads, strict=True):
+        assert x[:, 0].isnan().any(), name
+        assert x[:, 1].isfinite().all(), name
+
+
+@pytest.mark.parametrize("bits", [2, 6], ids=["in-tables", "walked"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
+def test_the_true_gradient_of_light_buckets(dtype, bits):
+    """Of buckets that need no drawing: what is left to chance is the codes alone."""
+    q, k, v = qkv(batch=1, heads=1, queries=20, keys=14, channels=16, dtype=dtype)
+    g = torch.randn_like(q)
+    actual, expected = both_passes(q, k, v, g, None, 3, bits, "hadamard", gradient="true")
+    for name, a, b in zip(("y", "dq", "dk", "dv"), actual, expected, strict=True):
+        assert relative_error(a, b) < (2e-3 if dtype == torch.float16 else 1e-5), name
+
+
+def test_threads_that_wait_for_each_other_are_found(tmp_path, capfd):
+    """The emulator would not hide a barrier that a part of a block never reaches."""
+    source = tmp_path / "waits.cu"
+    source.write_text(
+        '#include "ptx.cuh"\n'
+        'extern "C" __global__ void waits(int64_t n) {\n'
+        "  if (threadIdx.x < n) __syncthreads();\n"
+        "  else __syncwarp();\n"
+        "}\n"
+    )
+    run = emulator.launcher(source)
+    run("waits", 1, 64, 64)
+    run("waits", 1, 64, 32)  # the second warp ends, and is waited for no more
+    child = emulator.apart(run, "waits", 1, 64, 40)
+    assert child != 0
+    assert "wait for each other" in capfd.readouterr().err

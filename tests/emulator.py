@@ -1,0 +1,94 @@
+"""Runs the CUDA sources on a CPU: emulator.h in place of PTX, a C++ compiler in place of NVRTC."""
+
+import ctypes
+import faulthandler
+import functools
+import os
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+HEADER = Path(__file__).with_name("emulator.h")
+COMPILER = shutil.which(os.environ.get("CXX", "c++"))
+OPTIONS = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing"]
+
+
+@functools.cache
+def missing():
+    """What keeps the sources from running here; None where they can."""
+    if COMPILER is None:
+        return "needs a C++ compiler"
+    done = subprocess.run(
+        [COMPILER, *OPTIONS, "-fsyntax-only", "-x", "c++", str(HEADER)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode == 0:
+        return None
+    return f"needs a C++ compiler with C++20 and _Float16: {done.stderr[:200]}"
+
+
+def apart(run, *arguments):
+    """What a launch in a process of its own ends with."""
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        run(*arguments)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def launcher(source, **defines):
+    """As `nvrtc.launcher`, for tensors on a CPU."""
+    library = _library(source, tuple(sorted(defines.items())))
+
+    def run(name, grid, block, *arguments):
+        values = (ctypes.c_int64 * len(arguments))(*map(_bits, arguments))
+        start = ctypes.addressof(values)
+        places = (ctypes.c_void_p * len(arguments))(*range(start, start + 8 * len(arguments), 8))
+        getattr(library, f"launch_{name}")(grid, block, places)
+
+    return run
+
+
+def _bits(x):
+    if isinstance(x, torch.Tensor):
+        return x.data_ptr()
+    if isinstance(x, float):
+        return int.from_bytes(struct.pack("<f", x), "little")
+    return int(x or 0)
+
+
+@functools.cache
+def _library(source, defines):
+    """The source as a shared library, with a function launch_… for each of its kernels."""
+    text = "".join(f"#define {name} {value}\n" for name, value in defines) + _text(source)
+    with tempfile.TemporaryDirectory() as folder:
+        code, library = Path(folder, "source.cpp"), Path(folder, "library.so")
+        code.write_text(text)
+        seen = _run("-E", code)
+        names = dict.fromkeys(re.findall(r'extern "C"\s+void\s+(\w+)\s*\(', seen))
+        code.write_text(text + "".join(f"LAUNCH({name})\n" for name in names))
+        _run("-shared", "-fPIC", code, "-o", library)
+        return ctypes.CDLL(str(library))
+
+
+def _run(*arguments):
+    command = [COMPILER, *OPTIONS, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def _text(source):
+    """The source with the files it includes."""
+
+    def included(found):
+        path = HEADER if found[1] == "ptx.cuh" else source.parent / found[1]
+        return path.read_text() if path == HEADER else _text(path)
+
+    return re.sub(r'^#include "(.+)"$', included, source.read_text(), flags=re.MULTILINE)
