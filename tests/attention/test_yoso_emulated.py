@@ -64,6 +64,19 @@ def test_both_passes(shape, hashes, bits, masked):
         assert relative_error(a, b) < 6e-3, name
 
 
+@pytest.mark.parametrize(
+    ("keys", "bits"), [(8300, 3), (8300, 9), (66_000, 3)], ids=["merged", "sparse", "long-numbers"]
+)
+def test_lists_of_many_tokens(keys, bits):
+    """More than a block sorts at once, and more than 16 bits can tell apart."""
+    q, k, v = qkv(batch=1, heads=1, queries=20, keys=keys, channels=16, dtype=torch.bfloat16)
+    mask = torch.rand(1, keys) < 0.7
+    (y,) = kernels.yoso_forward(q, k, v, mask, None, 7, None, 1, bits, True, False)
+    options = dict(num_hashes=1, hash_bits=bits, seed=7, impl="reference")
+    expected = longspan.yoso(q.float(), k.float(), v.float(), key_mask=mask, **options)
+    assert relative_error(y, expected) < 6e-3
+
+
 def test_tables_in_phases(monkeypatch):
     """As where the L2 cache has no room for a side of a head."""
     monkeypatch.setattr(verbs_backward, "_cache_bytes", lambda device: 0)
