@@ -76,9 +76,12 @@ def plane_pieces(planes: Tensor) -> Tensor:
 def hash_codes(q: Tensor, k: Tensor, planes: Tensor, *, both: bool) -> tuple[Tensor, ...]:
     """Codes of q by token (B, H, Nq, m) and of k by hash (B, H, m, Nk), which the forward reads.
 
-    If `both`, also those of q by hash and of k by token, which the backward reads.
+    If `both`, also those of q by hash and of k by token, which the backward reads. Planes are
+    followed by MORE_PLANES rows in memory.
     """
-    _, pieces, hashes, hash_bits, _ = planes.shape
+    _, pieces, hashes, hash_bits, padded = planes.shape
+    room = planes.untyped_storage().nbytes() // planes.element_size()
+    assert room >= planes.numel() + MORE_PLANES * padded, "hash.cu would read what is not there"
     (batch, heads, queries, channels), keys = q.shape, k.shape[2]
     code = torch.uint8 if hash_bits <= 8 else torch.uint16
     new = functools.partial(torch.empty, dtype=code, device=q.device)
