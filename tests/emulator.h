@@ -52,7 +52,6 @@ static std::vector<char> stacks;
 static std::vector<Meeting> warps;
 static Meeting block;
 static jmp_buf scheduler;
-static ucontext_t home;
 static unsigned now, progress;
 static void (*body)(void**);
 static void** arguments;

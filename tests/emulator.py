@@ -6,12 +6,11 @@ import functools
 import os
 import re
 import shutil
-import struct
 import subprocess
 import tempfile
 from pathlib import Path
 
-import torch
+from longspan.attention import nvrtc
 
 HEADER = Path(__file__).with_name("emulator.h")
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
@@ -47,20 +46,12 @@ def launcher(source, **defines):
     library = _library(source, tuple(sorted(defines.items())))
 
     def run(name, grid, block, *arguments):
-        values = (ctypes.c_int64 * len(arguments))(*map(_bits, arguments))
+        values = (ctypes.c_int64 * len(arguments))(*map(nvrtc._bits, arguments))
         start = ctypes.addressof(values)
         places = (ctypes.c_void_p * len(arguments))(*range(start, start + 8 * len(arguments), 8))
         getattr(library, f"launch_{name}")(grid, block, places)
 
     return run
-
-
-def _bits(x):
-    if isinstance(x, torch.Tensor):
-        return x.data_ptr()
-    if isinstance(x, float):
-        return int.from_bytes(struct.pack("<f", x), "little")
-    return int(x or 0)
 
 
 @functools.cache
