@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from longspan.attention import nvrtc
+from longspan.attention import nvrtc, tape
 
 HEADER = Path(__file__).with_name("emulator.h")
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
@@ -46,12 +46,33 @@ def launcher(source, **defines):
     library = _library(source, tuple(sorted(defines.items())))
 
     def run(name, grid, block, *arguments):
+        launch = Launch(getattr(library, f"launch_{name}"), block)
+        launch(grid, arguments)
+        tape.note(launch, grid, arguments)
+
+    return run
+
+
+class Launch:
+    """As `nvrtc.Launch`: a kernel that can be played again."""
+
+    def __init__(self, function, block):
+        self.function, self.block = function, block
+
+    def __call__(self, grid, arguments):
         values = (ctypes.c_int64 * len(arguments))(*map(nvrtc._bits, arguments))
         start = ctypes.addressof(values)
         places = (ctypes.c_void_p * len(arguments))(*range(start, start + 8 * len(arguments), 8))
-        getattr(library, f"launch_{name}")(grid, block, places)
+        self.function(grid, self.block, places)
 
-    return run
+    def again(self, grid, arguments):
+        def launch(bases, addresses):
+            self(
+                grid,
+                [addresses[x.base] + x.offset if type(x) is tape.Place else x for x in arguments],
+            )
+
+        return launch
 
 
 @functools.cache

@@ -26,7 +26,10 @@ from longspan.attention.yoso.verbs import (
 ROWS, OUTER = (CUDA / f"{name}.cu" for name in ("rows", "outer"))
 MANY_RUNS = 1 << 13  # of outer.cu: a dozen for each place that an H200 has for them
 RUN_TOKENS = 1024  # of a side of a run: not too many, so that all parts of the GPU end together
+QUEUE_TOKENS = 256, 64  # likewise, of runs of pairs, from a queue, whose last ones are short
+LATE = 8  # one head in so many has short runs
 FEW_ROWS = 48, 64  # of a bucket, that outer.cu takes in pairs: of small buckets, and of others
+PER_SM = 8  # as outer.cu has it: warps of a multiprocessor
 ROW_PARTS = 2  # as rows.cu has it: rows that a group of lanes takes
 FLOAT16_ROOM = 1 << 15  # that sums in float16 may reach
 
@@ -112,15 +115,16 @@ def surrogate(
     sizes = groups, queries, keys
     # Where buckets are nearly empty, few heads have one that is not walked.
     fullest = scales.totals.new_empty((2, batch, heads), dtype=torch.uint32) if sparse else None
+    queue = q_lists.most.new_empty(1)
     launch(
         "total", 2 * groups, 1024, *scales, q_lists.most, k_lists.most, fullest, *sizes,
-        hashes, used,
+        hashes, used, queue,
     )  # fmt: skip
     launch(
         "pair_rows", blocks, 256, q, k, *scales, fullest, *rows, q_sums, k_sums, *sizes,
         MOST_ROWS, room,
     )  # fmt: skip
-    outer(rows, q_lists, k_lists, (q_sums, k_sums), bits, used, walked=sparse)
+    outer(rows, q_lists, k_lists, (q_sums, k_sums), queue, bits, used, walked=sparse)
     fits = padded == columns
     dq, dk = (
         s.view(x.dtype) if fits else torch.empty_like(x) for s, x in ((q_sums, q), (k_sums, k))
@@ -144,12 +148,16 @@ def outer(
     q_lists: Lists,
     k_lists: Lists,
     sums: tuple[Tensor, Tensor],
+    queue: Tensor,
     bits: int,
     used: int,
     *,
     walked: bool,
 ) -> None:
-    """Add to `sums` what outer.cu finds: in all buckets, or in those that are not `walked`."""
+    """Add to `sums` what outer.cu finds: in all buckets, or in those that are not `walked`.
+
+    `queue` is a zero.
+    """
     (q_order, q_first, q_most), (k_order, k_first, k_most) = q_lists, k_lists
     batch, heads, hashes, queries = q_order.shape
     keys, columns = k_order.shape[3], sums[0].shape[3]
@@ -179,7 +187,12 @@ def outer(
     )  # fmt: skip
     large = each, q_most, k_most, *above
     if in_pairs:
-        launch(few)("outer_both", tables + groups * a_head, 32, *arguments, *large, tables)
+        lengths = [min(32, max(2, (x << bits) // most)) for x in QUEUE_TOKENS]
+        blocks = tables + min(_places(q_order.device), groups * used * -(-buckets // lengths[1]))
+        launch(few)(
+            "outer_both", blocks, 32, *arguments, *large, tables, groups, -(-groups // LATE),
+            *lengths, queue,
+        )  # fmt: skip
         return
     if in_phases:
         store = torch.empty(kept, dtype=torch.uint8, device=q_order.device)
@@ -245,6 +258,12 @@ def _row_blocks(a: Tensor, b: Tensor, columns: int) -> int:
 def _cache_bytes(device: torch.device) -> int:
     """Of the second level."""
     return torch.cuda.get_device_properties(device).L2_cache_size
+
+
+@functools.cache
+def _places(device: torch.device) -> int:
+    """For warps of outer.cu."""
+    return PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

@@ -347,12 +347,12 @@ extern "C" __global__ void __launch_bounds__(256) clear(uint32_t* x, int64_t cou
 #endif
 
 #else
-// Buckets of up to LIGHT queries and keys: S = ĝ v̂ᵀ, dQ = S K, dK = Sᵀ Q; one warp a run of buckets.
-// Arguments as above.
+// Buckets of up to LIGHT queries and keys: S = ĝ v̂ᵀ, dQ = S K, dK = Sᵀ Q. Arguments as above.
 constexpr int TILES = LIGHT / 16;
 constexpr int RING = 2 * TILES, HALF = 16 * W * 2, PAIR_SLOT = 2 * HALF;  // bytes of 16 rows
 
 struct Bucket {
+  uint32_t bh;
   int q_count, k_count, slots;
   uint32_t q_token[2], k_token[2];  // of lane and of lane + 32
 };
@@ -423,41 +423,55 @@ __device__ inline void pairs(uint32_t shared, int at, const Bucket& bucket, char
     }
 }
 
-__device__ void run_pairs(char* memory, uint32_t task, const Sides& both, int64_t length) {
+// A warp takes runs of buckets from a queue, which is how many were taken, and goes from the last bucket of
+// one to the first of the next without a pause: runs of `length`, and of the last `late` heads of `short_length`,
+// so that all warps end together.
+__device__ void run_pairs(char* memory, uint32_t* queue, const Sides& both, int64_t heads, int64_t late,
+                          int64_t length, int64_t short_length) {
   const int lane = threadIdx.x, t = lane % 4;
-  const uint32_t runs = (uint32_t)((both.buckets + length - 1) / length);
-  const int run = task % runs * (int)length;
-  const uint32_t bhu = task / runs, bh = bhu / (uint32_t)both.used;
-  const int64_t hash = (int64_t)bh * both.hashes + bhu % (uint32_t)both.used;
-  const Side q = both.q(bh, hash), k = both.k(bh, hash);
-  // A lane a bucket: where it begins and how many tokens it has.
-  const bool there = lane < length && run + lane < both.buckets;
-  const int mine = run + lane;
-  const uint32_t my_q = there ? q.first[mine] : 0, my_k = there ? k.first[mine] : 0;
-  const int my_q_count = there ? q.first[mine + 1] - my_q : 0;
-  const int my_k_count = there ? k.first[mine + 1] - my_k : 0;
-  uint32_t live = __ballot_sync(
-      ~0u, my_q_count > 0 && my_k_count > 0 && max(my_q_count, my_k_count) <= LIGHT);
-  char* dq = both.dq + (int64_t)bh * both.queries * (2 * W) + t * 16;
-  char* dk = both.dk + (int64_t)bh * both.keys * (2 * W) + t * 16;
+  const uint32_t used = (uint32_t)both.used, early = (uint32_t)(heads - late);
+  const uint32_t long_runs = (uint32_t)((both.buckets + length - 1) / length);  // of a hash
+  const uint32_t short_runs = (uint32_t)((both.buckets + short_length - 1) / short_length);
+  const uint32_t longs = early * used * long_runs, tasks = longs + (uint32_t)late * used * short_runs;
   const uint32_t shared = (uint32_t)__cvta_generic_to_shared(memory);
+  uint32_t ticket = lane == 0 ? atomicAdd(queue, 1) : 0;  // of the run after this one
+  uint32_t bh = 0, live = 0, my_q = 0, my_k = 0;  // of this one: a lane a bucket, where it begins
+  int my_q_count = 0, my_k_count = 0;             // and how many tokens it has
+  const INDEX *q_list = nullptr, *k_list = nullptr;
 
   auto next = [&]() {  // the next bucket and its tokens; no slots at the end
     Bucket b{};
-    if (live) {
-      const int i = __ffs(live) - 1;
-      live &= live - 1;
-      b.q_count = __shfl_sync(~0u, my_q_count, i);
-      b.k_count = __shfl_sync(~0u, my_k_count, i);
-      const uint32_t q_at = __shfl_sync(~0u, my_q, i), k_at = __shfl_sync(~0u, my_k, i);
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int j = lane + 32 * i;
-        b.q_token[i] = j < b.q_count ? __ldcs(q.list + q_at + j) : 0;
-        b.k_token[i] = j < b.k_count ? __ldcs(k.list + k_at + j) : 0;
-      }
-      b.slots = (b.q_count + 15) / 16 + (b.k_count + 15) / 16;
+    while (!live) {
+      const uint32_t task = __shfl_sync(~0u, ticket, 0);
+      if (task >= tasks) return b;
+      if (lane == 0) ticket = atomicAdd(queue, 1);
+      const bool is_long = task < longs;
+      const uint32_t at = is_long ? task : task - longs, runs = is_long ? long_runs : short_runs;
+      const int count = (int)(is_long ? length : short_length), mine = at % runs * count + lane;
+      bh = at / runs / used + (is_long ? 0 : early);
+      const int64_t hash = (int64_t)bh * both.hashes + at / runs % used;
+      const Side q = both.q(bh, hash), k = both.k(bh, hash);
+      const bool there = lane < count && mine < both.buckets;
+      q_list = q.list, k_list = k.list;
+      my_q = there ? q.first[mine] : 0, my_k = there ? k.first[mine] : 0;
+      my_q_count = there ? q.first[mine + 1] - my_q : 0;
+      my_k_count = there ? k.first[mine + 1] - my_k : 0;
+      live = __ballot_sync(
+          ~0u, my_q_count > 0 && my_k_count > 0 && max(my_q_count, my_k_count) <= LIGHT);
     }
+    const int i = __ffs(live) - 1;
+    live &= live - 1;
+    b.bh = bh;
+    b.q_count = __shfl_sync(~0u, my_q_count, i);
+    b.k_count = __shfl_sync(~0u, my_k_count, i);
+    const uint32_t q_at = __shfl_sync(~0u, my_q, i), k_at = __shfl_sync(~0u, my_k, i);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int j = lane + 32 * i;
+      b.q_token[i] = j < b.q_count ? __ldcs(q_list + q_at + j) : 0;
+      b.k_token[i] = j < b.k_count ? __ldcs(k_list + k_at + j) : 0;
+    }
+    b.slots = (b.q_count + 15) / 16 + (b.k_count + 15) / 16;
     return b;
   };
   auto copy = [&](const char* rows, const uint32_t (&tokens)[2], int count, int at) {
@@ -477,8 +491,8 @@ __device__ void run_pairs(char* memory, uint32_t task, const Sides& both, int64_
     }
   };
   auto fetch = [&](const Bucket& b, int at) {
-    copy(q.rows, b.q_token, b.q_count, at);
-    copy(k.rows, b.k_token, b.k_count, at + (b.q_count + 15) / 16);
+    copy(both.q(b.bh, 0).rows, b.q_token, b.q_count, at);
+    copy(both.k(b.bh, 0).rows, b.k_token, b.k_count, at + (b.q_count + 15) / 16);
     commit_copies();
   };
   Bucket now = next(), soon = next();
@@ -497,6 +511,8 @@ __device__ void run_pairs(char* memory, uint32_t task, const Sides& both, int64_
     }
     __syncwarp();
     const int q_tiles = (now.q_count + 15) / 16;
+    char* dq = both.dq + (int64_t)now.bh * both.queries * (2 * W) + t * 16;
+    char* dk = both.dk + (int64_t)now.bh * both.keys * (2 * W) + t * 16;
     if (q_tiles == 1) pairs<1>(shared, at, now, dq, dk);
     else if (q_tiles == 2) pairs<2>(shared, at, now, dq, dk);
     else if (q_tiles == 3) pairs<3>(shared, at, now, dq, dk);
@@ -514,11 +530,12 @@ constexpr int PAIRS_MEMORY = RING * PAIR_SLOT;
 // Where few buckets are left to tables: they take long and come first, and pairs fill what they leave idle.
 extern "C" __global__ void __launch_bounds__(32, PER_SM)
     outer_both(SIDES, int64_t length, int64_t each, const uint32_t* q_most, const uint32_t* k_most,
-               int64_t own_above, int64_t other_above, int64_t tables) {
+               int64_t own_above, int64_t other_above, int64_t tables, int64_t heads, int64_t late,
+               int64_t pairs_length, int64_t short_length, uint32_t* queue) {
   __shared__ __align__(128) char memory[TABLES_MEMORY > PAIRS_MEMORY ? TABLES_MEMORY : PAIRS_MEMORY];
   if (blockIdx.x < tables)
     run_tables<ALL>(memory, blockIdx.x, BOTH, length, each, q_most, k_most, own_above, other_above);
   else
-    run_pairs(memory, blockIdx.x - (uint32_t)tables, BOTH, length);
+    run_pairs(memory, queue, BOTH, heads, late, pairs_length, short_length);
 }
 #endif

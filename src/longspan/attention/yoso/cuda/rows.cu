@@ -89,12 +89,13 @@ extern "C" __global__ void __launch_bounds__(256) measure(
 
 // Sums of the norms over the tokens of a head, (2, BH): a block each, always in the same order. And where
 // it is asked for, the largest of `most`, (BH, hashes), of the first `used` hashes: the tokens of the
-// fullest bucket of queries and of keys, (2, BH).
+// fullest bucket of queries and of keys, (2, BH). The queue of outer.cu is set to zero.
 extern "C" __global__ void __launch_bounds__(1024) total(
     const float* g_norms, const float* v_norms, float* totals, const uint32_t* q_most,
     const uint32_t* k_most, uint32_t* fullest, int64_t batch_heads, int64_t queries, int64_t keys,
-    int64_t hashes, int64_t used) {
+    int64_t hashes, int64_t used, uint32_t* queue) {
   __shared__ float parts[32];
+  if (blockIdx.x == 0 && threadIdx.x == 0) *queue = 0;
   const bool key = blockIdx.x >= batch_heads;
   const int64_t n = key ? keys : queries;
   const int64_t bh = blockIdx.x - (key ? batch_heads : 0);
