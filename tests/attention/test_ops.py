@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import longspan
 from longspan.attention import nvrtc, tape
 
 # Of the forward, after the inputs; of the backward, after the inputs, and after what is kept.
@@ -55,6 +57,28 @@ def test_inference_makes_the_output_alone(name):
         projections = [torch.empty(8, 40, device="cuda")] * (2 if name == "linformer" else 0)
         y = getattr(kernels, name)(q, k, v, *projections, *options[name])
         assert y.shape == v.shape
+
+
+class Seen(TorchDispatchMode):
+    """Which ops torch's dispatcher handed on."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.gpu
+def test_modes_see_ops_that_otherwise_go_past_the_dispatcher(monkeypatch):
+    q, k, v = (torch.randn(1, 2, 40, 16, device="cuda") for _ in range(3))
+    with Seen() as seen:
+        watched = longspan.window(q, k, v, window=4, impl="fused")
+    assert "longspan.window_forward.default" in seen.names
+    monkeypatch.setattr(torch.ops.longspan, "window_forward", None)
+    assert torch.equal(longspan.window(q, k, v, window=4, impl="fused"), watched)
 
 
 class Driver:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 _library = torch.library.Library("longspan", "FRAGMENT")
+_there: dict[str, Callable] = {}  # what ops do on their device
+PLAIN = torch.Tensor, torch.nn.Parameter
 
 
 def op(run: Callable) -> Callable:
@@ -23,7 +25,21 @@ def op(run: Callable) -> Callable:
 
     _library.define(run.__name__ + torch.library.infer_schema(run, mutates_args=()))
     _library.impl(run.__name__, there, "CUDA")
+    _there[run.__name__] = there
     return run
+
+
+def call(name: str, first: torch.Tensor, *more: Any) -> Any:
+    """The op of this name, past torch's dispatcher where nothing there would see it go by.
+
+    That takes a host as long as two launches. Compilers, modes, transforms and tensors of other
+    kinds do see it; autograd does not, for whose sake ops are called inside of its functions.
+    """
+    if torch.compiler.is_compiling() or not first.is_cuda or type(first) not in PLAIN:
+        return getattr(torch.ops.longspan, name)(first, *more)
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
+        return getattr(torch.ops.longspan, name)(first, *more)
+    return _there[name](first, *more)
 
 
 def fake(run: Callable) -> Callable[[Callable], Callable]:

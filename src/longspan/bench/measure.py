@@ -204,8 +204,9 @@ def _seconds(call: Callable[[], object], device: str, in_a_row: int = 1) -> floa
         return taken if taken > SETTLED_SECONDS else _once(call)
     # A call returns before its kernels have run: events on the GPU's own clock see them. Several
     # calls behind one that does not count, as in training: what ran before it left the host's
-    # caches to itself, and the GPU would wait for the first launch.
-    with torch.cuda.device(device):
+    # caches to itself, and the GPU would wait for the first launch. Backward passes run in this
+    # thread, as in `longspan train`: to hand one over to torch's own can take longer than the pass.
+    with torch.cuda.device(device), torch.autograd.set_multithreading_enabled(False):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         call()
         begin.record()

@@ -145,7 +145,9 @@ class LongspanTrainer(Trainer):
         """Forward and backward of a batch, replayed where they are recorded."""
 
         def step(batch: Batch) -> torch.Tensor:
-            return super(LongspanTrainer, self).training_step(model, batch, *args, **kwargs)
+            # A backward in a thread of torch's own, as it is by default, keeps a GPU waiting.
+            with torch.autograd.set_multithreading_enabled(False):
+                return super(LongspanTrainer, self).training_step(model, batch, *args, **kwargs)
 
         return step(inputs) if self.graph is None else self.graph(step, inputs)
 

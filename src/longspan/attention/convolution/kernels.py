@@ -29,12 +29,12 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, v: Tensor, weight: Tensor, key_mask: Tensor | None) -> Tensor:
         ctx.save_for_backward(v, weight, key_mask)
-        return torch.ops.longspan.convolution_forward(y, v, weight, key_mask)[0]
+        return ops.call("convolution_forward", y, v, weight, key_mask)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        dv, dweight = torch.ops.longspan.convolution_backward(g, *ctx.saved_tensors)
+        dv, dweight = ops.call("convolution_backward", g, *ctx.saved_tensors)
         return g, dv, dweight, None
 
 

@@ -38,7 +38,7 @@ def linformer(
     e, f = key_projection.to(v.dtype), value_projection.to(v.dtype)
     if dispatch.learns(q, k, v, e, f):
         return _Fused.apply(q, k, v, e, f, key_mask, scale)
-    return torch.ops.longspan.linformer_forward(q, k, v, e, f, key_mask, scale)[0]
+    return ops.call("linformer_forward", q, k, v, e, f, key_mask, scale)[0]
 
 
 class _Fused(torch.autograd.Function):
@@ -55,7 +55,7 @@ class _Fused(torch.autograd.Function):
         key_mask: Tensor | None,
         scale: float,
     ) -> Tensor:
-        y, *saved = torch.ops.longspan.linformer_forward(q, k, v, e, f, key_mask, scale)
+        y, *saved = ops.call("linformer_forward", q, k, v, e, f, key_mask, scale)
         ctx.save_for_backward(q, k, v, e, f, key_mask, y, *saved)
         ctx.scale = scale
         return y
@@ -64,9 +64,7 @@ class _Fused(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         learned = any(ctx.needs_input_grad[3:5])
-        *grads, de, df = torch.ops.longspan.linformer_backward(
-            g, *ctx.saved_tensors, ctx.scale, learned
-        )
+        *grads, de, df = ops.call("linformer_backward", g, *ctx.saved_tensors, ctx.scale, learned)
         return *grads, *((de, df) if learned else (None, None)), None, None
 
 

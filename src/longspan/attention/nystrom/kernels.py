@@ -51,7 +51,7 @@ def nystrom(
     inputs = q, k, v, key_mask, num_landmarks, num_iterations, init == "original", scale
     if dispatch.learns(q, k, v):
         return _Fused.apply(*inputs)
-    (y,) = torch.ops.longspan.nystrom_forward(*inputs, False)
+    (y,) = ops.call("nystrom_forward", *inputs, False)
     return y
 
 
@@ -70,9 +70,10 @@ class _Fused(torch.autograd.Function):
         original: bool,
         scale: float,
     ) -> Tensor:
-        y, *saved = torch.ops.longspan.nystrom_forward(
-            q, k, v, key_mask, num_landmarks, num_iterations, original, scale, True
-        )
+        y, *saved = ops.call(
+            "nystrom_forward", q, k, v, key_mask, num_landmarks, num_iterations, original, scale,
+            True,
+        )  # fmt: skip
         ctx.save_for_backward(q, k, v, key_mask, y, *saved)
         ctx.options = num_iterations, original, scale
         return y
@@ -80,7 +81,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        grads = torch.ops.longspan.nystrom_backward(g, *ctx.saved_tensors, *ctx.options)
+        grads = ops.call("nystrom_backward", g, *ctx.saved_tensors, *ctx.options)
         return *grads, None, None, None, None, None
 
 

@@ -32,7 +32,7 @@ def window(
     inputs = q, k, v, key_mask, min(window, WIDEST), scale
     if dispatch.learns(q, k, v):
         return _Fused.apply(*inputs)
-    return torch.ops.longspan.window_forward(*inputs)[0]
+    return ops.call("window_forward", *inputs)[0]
 
 
 class _Fused(torch.autograd.Function):
@@ -48,7 +48,7 @@ class _Fused(torch.autograd.Function):
         window: int,
         scale: float,
     ) -> Tensor:
-        y, lse = torch.ops.longspan.window_forward(q, k, v, key_mask, window, scale)
+        y, lse = ops.call("window_forward", q, k, v, key_mask, window, scale)
         ctx.save_for_backward(q, k, v, key_mask, y, lse)
         ctx.options = window, scale
         return y
@@ -56,7 +56,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        grads = torch.ops.longspan.window_backward(g, *ctx.saved_tensors, *ctx.options)
+        grads = ops.call("window_backward", g, *ctx.saved_tensors, *ctx.options)
         return *grads, None, None, None
 
 

@@ -39,7 +39,7 @@ def yoso_expectation(
     k, v = hide(k, key_mask), hide(v, key_mask)
     if dispatch.learns(q, k, v):
         return _Fused.apply(q, k, v, hash_bits, gradient == "true", normalize)
-    return torch.ops.longspan.yoso_expectation_forward(q, k, v, hash_bits, normalize)[0]
+    return ops.call("yoso_expectation_forward", q, k, v, hash_bits, normalize)[0]
 
 
 class _Fused(torch.autograd.Function):
@@ -49,7 +49,7 @@ class _Fused(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, hash_bits: int, true: bool, normalize: bool
     ) -> Tensor:
-        y, *saved = torch.ops.longspan.yoso_expectation_forward(q, k, v, hash_bits, normalize)
+        y, *saved = ops.call("yoso_expectation_forward", q, k, v, hash_bits, normalize)
         ctx.save_for_backward(q, k, v, y, *saved)
         ctx.options = hash_bits, true, normalize
         return y
@@ -57,7 +57,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        grads = torch.ops.longspan.yoso_expectation_backward(g, *ctx.saved_tensors, *ctx.options)
+        grads = ops.call("yoso_expectation_backward", g, *ctx.saved_tensors, *ctx.options)
         return *grads, None, None, None
 
 

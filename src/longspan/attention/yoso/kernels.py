@@ -58,7 +58,7 @@ def yoso(
     if dispatch.learns(q, k, v):
         y = _Fused.apply(*inputs, backward_hashes, gradient == "true")
     else:
-        (y,) = torch.ops.longspan.yoso_forward(*inputs, False)
+        (y,) = ops.call("yoso_forward", *inputs, False)
     return y[..., :width] if width % 8 else y
 
 
@@ -81,9 +81,10 @@ class _Fused(torch.autograd.Function):
         backward_hashes: int,
         true: bool,
     ) -> Tensor:
-        y, *saved = torch.ops.longspan.yoso_forward(
-            q, k, v, key_mask, place, number, planes, num_hashes, hash_bits, normalize, True
-        )
+        y, *saved = ops.call(
+            "yoso_forward", q, k, v, key_mask, place, number, planes, num_hashes, hash_bits,
+            normalize, True,
+        )  # fmt: skip
         ctx.save_for_backward(q, k, v, key_mask, y, *saved, place)
         ctx.options = number, hash_bits, backward_hashes, normalize, true
         return y
@@ -92,7 +93,7 @@ class _Fused(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         ordered = torch.are_deterministic_algorithms_enabled()
-        grads = torch.ops.longspan.yoso_backward(g, *ctx.saved_tensors, *ctx.options, ordered)
+        grads = ops.call("yoso_backward", g, *ctx.saved_tensors, *ctx.options, ordered)
         return *grads, *[None] * 9
 
 
