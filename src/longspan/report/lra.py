@@ -47,9 +47,9 @@ class Group(NamedTuple):
         return [100 * row["metrics"]["test"]["accuracy"] for row in self.rows]
 
     @property
-    def nearness(self) -> tuple[float, int]:
+    def nearness(self) -> tuple[float, int, bool]:
         """To published runs."""
-        return nearness(self.task, self.steps, len(self.rows))
+        return nearness(self.task, self.steps, len(self.rows), self.settings)
 
     @property
     def complete(self) -> bool:

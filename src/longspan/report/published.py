@@ -58,10 +58,10 @@ ARENA_STEPS = {"listops": 5_000, "text": 20_000, "retrieval": 30_000, "image": 3
                "pathfinder": 62_400}  # fmt: skip
 
 
-def nearness(task: str, steps: int, seeds: int) -> tuple[float, int]:
+def nearness(task: str, steps: int, seeds: int, settings: str) -> tuple[float, int, bool]:
     """Which of several groups of runs of a task is shown, the highest: that with the most steps up
-    to the published number, and of these the one with the most seeds."""
-    return min(steps, ARENA_STEPS.get(task.partition("-")[0], math.inf)), seeds
+    to the published number, of these the one with the most seeds, and then that of the recipe."""
+    return min(steps, ARENA_STEPS.get(task.partition("-")[0], math.inf)), seeds, not settings
 
 
 def choices(row: Mapping[str, Any]) -> str:

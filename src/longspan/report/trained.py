@@ -51,14 +51,14 @@ def _longest(rows: Rows) -> list[Mapping[str, Any]]:
     """
     found: dict[tuple[str, str, str], dict[Any, dict[Any, Mapping[str, Any]]]] = {}
     for row in rows:
-        settings = row.get("steps") or 0, published.choices(row)
+        group = row.get("steps") or 0, published.choices(row)
         same = found.setdefault((_name(row), _protocol(row), _task(row)), {})
-        same.setdefault(settings, {})[row.get("seed")] = row
+        same.setdefault(group, {})[row.get("seed")] = row
     chosen: list[Mapping[str, Any]] = []
     for (_, _, task), same in found.items():
         ranked = [
-            (published.nearness(task, steps, len(seeds)), i, seeds)
-            for i, ((steps, _), seeds) in enumerate(same.items())
+            (published.nearness(task, steps, len(seeds), settings), i, seeds)
+            for i, ((steps, settings), seeds) in enumerate(same.items())
         ]
         chosen += max(ranked, key=lambda x: x[:2])[2].values()
     return chosen

@@ -88,13 +88,14 @@ def fields(
 
 
 def options(method: str, length: int) -> dict[str, Any]:
-    """Published options; hashes have log2 of the length bits, and Nyström has its convolution."""
+    """Published options; hashes have log2 of the length bits, Nyström has its convolution, and
+    Linformer one projection for keys, values and all layers."""
     bits = max(1, round(math.log2(length)))
     published: dict[str, dict[str, Any]] = {
         "yoso": {"num_hashes": 32, "hash_bits": bits, "exact_below": 0},
         "yoso_expectation": {"hash_bits": bits},
         "nystrom": {"num_landmarks": 128, "conv_kernel": 35},
-        "linformer": {"projected_length": min(256, length)},
+        "linformer": {"projected_length": min(256, length), "sharing": "layerwise"},
         "window": {"window": 128},
         "reformer": {"num_hashes": 2},
     }
