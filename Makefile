@@ -22,8 +22,12 @@ $(READY): pyproject.toml setup.py constraints.txt $(wildcard src/longspan/attent
 demo: $(READY)   ## Time every method on this machine, train a small model with each, draw a page
 	@$(BIN)/longspan demo
 
+# `make test PARTS=2` shares the tests among two processes.
+PARTS ?= 1
+in_parts = seq $(PARTS) | xargs -P $(PARTS) -I{} $(1) -m pytest -m $(2) --part {}/$(PARTS)
+
 test: $(READY)   ## Run the tests (CPU)
-	@$(BIN)/python -m pytest -m "not gpu"
+	@$(call in_parts,$(BIN)/python,"not gpu")
 
 # The oldest transformers that is supported; .venv has the pinned one.
 TRANSFORMERS ?= 5.17.0
@@ -51,11 +55,8 @@ on_gpu = if ! nvidia-smi -L >/dev/null 2>&1; then echo "No NVIDIA GPU here: $(1)
 	if [ "$(GPU_PYTHON)" = "$(BIN)/python" ]; then $(MAKE) --no-print-directory $(READY) || exit 1; fi; \
 	export PYTHONPATH=src; $(2)
 
-# Kernels take long to compile: `make test-gpu PARTS=8` shares the tests among eight processes.
-PARTS ?= 1
-test-gpu:        ## Run the tests that need an NVIDIA GPU
-	@$(call on_gpu,GPU tests were not run,seq $(PARTS) | xargs -P $(PARTS) -I{} \
-	  $(GPU_PYTHON) -m pytest -m gpu --part {}/$(PARTS))
+test-gpu:        ## Run the tests that need an NVIDIA GPU (kernels take long to compile: PARTS=8)
+	@$(call on_gpu,GPU tests were not run,$(call in_parts,$(GPU_PYTHON),gpu))
 
 bench: $(READY)  ## Time every method on this CPU, to 65,536 tokens, where results/cpu.jsonl lacks rows
 	@$(BIN)/longspan bench cpu --device cpu -o results/cpu.jsonl
