@@ -32,8 +32,8 @@ def op(run: Callable) -> Callable:
 def call(name: str, first: torch.Tensor, *more: Any) -> Any:
     """The op of this name, past torch's dispatcher where nothing there would see it go by.
 
-    That takes a host as long as two launches. Compilers, modes, transforms and tensors of other
-    kinds do see it; autograd does not, for whose sake ops are called inside of its functions.
+    The dispatcher takes a host as long as two launches. Compilers, modes, transforms and tensors
+    of other kinds are to see an op; autograd is not, so call it inside of an autograd function.
     """
     if torch.compiler.is_compiling() or not first.is_cuda or type(first) not in PLAIN:
         return getattr(torch.ops.longspan, name)(first, *more)

@@ -11,7 +11,17 @@ import os
 import sys
 from collections.abc import Iterable
 
-from longspan.report.gpu import MODES, Row, dress, gpu_of, grid, look_of, milliseconds, write
+from longspan.report.gpu import (
+    MODES,
+    THREAD,
+    Row,
+    dress,
+    gpu_of,
+    grid,
+    look_of,
+    milliseconds,
+    write,
+)
 
 EXACT = ("softmax cuDNN", "softmax flash")
 PLOTTED = ("softmax cuDNN", "yoso_expectation fused", "nystrom fused", "linformer fused",
@@ -43,7 +53,7 @@ def markdown(rows: Iterable[Row]) -> str:
         "a window of 257. Every length has 2^18 token-heads, and at least eight heads.",
         "Milliseconds per 2^18 token-heads and, in brackets, the time of the faster exact kernel "
         "divided by it. At short lengths whole calls take as long as the host needs to launch "
-        "them; exact attention is one launch.",
+        "them; exact attention is one launch. " + THREAD,
         *_runs(rows),
     ]
     for mode, title in MODES.items():

@@ -19,6 +19,10 @@ from longspan import records
 from longspan.report.charts import style
 from longspan.report.pictures import MARKERS
 
+THREAD = (
+    "Backward passes, exact attention's too, run in the calling thread: docs/kernels.md says why."
+)
+
 Row = Mapping[str, Any]
 MODES = {"forward": "Forward", "forward+backward": "Forward and backward"}
 TOKEN_HEADS = 1 << 18
@@ -75,7 +79,7 @@ def markdown(rows: Iterable[Row]) -> str:
         *_notes(rows),
         "## Time",
         "Milliseconds per 2^18 token-heads and, in brackets, the time of the faster exact kernel "
-        "in the same run divided by it. Inputs spread out (Gaussian).",
+        "in the same run divided by it. Inputs spread out (Gaussian). " + THREAD,
     ]
     spread = [row for row in rows if row["inputs"] == "spread"]
     for title, chosen in _by_size(spread):

@@ -156,7 +156,7 @@ def outer(
 ) -> None:
     """Add to `sums` what outer.cu finds: in all buckets, or in those that are not `walked`.
 
-    `queue` is a zero.
+    `queue` counts the runs of pairs that are taken, none yet.
     """
     (q_order, q_first, q_most), (k_order, k_first, k_most) = q_lists, k_lists
     batch, heads, hashes, queries = q_order.shape
