@@ -41,12 +41,29 @@ def test_a_tensor_seed_equals_the_same_integer():
     assert torch.equal(bits(torch.tensor(seed), 100, CPU), bits(seed, 100, CPU))
 
 
-def test_manual_seed_reproduces_the_drawn_seed():
+@pytest.mark.parametrize("device", DEVICES)
+def test_manual_seed_reproduces_the_drawn_seeds(device):
+    device = torch.device(device)
     torch.manual_seed(3)
-    first = draw_seed(CPU)
-    assert draw_seed(CPU) != first
+    first = [int(draw_seed(device)) for _ in range(100)]
+    assert len(set(first)) == 100
+    assert all(0 <= seed < 2**62 for seed in first)
     torch.manual_seed(3)
-    assert draw_seed(CPU) == first
+    assert [int(draw_seed(device)) for _ in range(100)] == first
+    torch.manual_seed(4)
+    assert not {int(draw_seed(device)) for _ in range(100)} & set(first)
+
+
+@pytest.mark.gpu
+def test_seeds_of_a_gpu_follow_its_generator():
+    """As recomputing a forward pass wants it, which puts the generator back where it was."""
+    cuda = torch.device("cuda")
+    state = torch.cuda.get_rng_state()
+    first, noise = draw_seed(cuda), torch.rand(5, device=cuda)
+    assert draw_seed(cuda) != first
+    torch.cuda.set_rng_state(state)
+    assert draw_seed(cuda) == first
+    assert torch.equal(torch.rand(5, device=cuda), noise)
 
 
 def test_gaussian_moments_and_independence():

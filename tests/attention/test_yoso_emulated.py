@@ -59,8 +59,9 @@ def both_passes(q, k, v, g, mask, hashes, bits, hashing="gaussian", gradient="su
         (dict(queries=600, channels=16), 2, 2, "outer_tables"),
         (dict(queries=60, channels=64), 3, 7, "walk_outer"),
         (dict(queries=40, channels=80, value_channels=128), 2, 3, "outer_tables"),
+        (dict(queries=12, keys=90, channels=16), 2, 3, "walk_gather"),
     ],
-    ids=["pairs-cross-odd", "pairs-and-tables", "tables", "walked", "wide"],
+    ids=["pairs-cross-odd", "pairs-and-tables", "tables", "walked", "wide", "few-queries"],
 )
 def test_both_passes(shape, hashes, bits, kernel, masked, launched):
     q, k, v = qkv(batch=1, heads=2, **shape, dtype=torch.bfloat16)
@@ -80,10 +81,10 @@ def test_played_is_as_run(bits):
     played = [tape.played(run) for run in ops]
     for seed in range(3):
         q, k, v = qkv(batch=1, heads=2, queries=90, channels=16, dtype=torch.bfloat16, seed=seed)
-        results = []
+        results, number = [], tape.Number(1000 + seed)
         for forward, backward in (ops, played):
-            y, *kept = forward(q, k, v, None, None, 7, None, 3, bits, True, True)
-            grads = backward(v, q, k, v, None, y, *kept, None, 7, bits, 3, True, False, False)
+            y, *kept = forward(q, k, v, None, None, number, None, 3, bits, True, True)
+            grads = backward(v, q, k, v, None, y, *kept, None, number, bits, 3, True, False, False)
             results.append([y, *grads])
         for name, one, other in zip(("y", "dq", "dk", "dv"), *results, strict=True):
             assert torch.equal(one, other), name

@@ -22,16 +22,24 @@ WORD = 512  # bytes that buffers begin on, as torch's own do
 _local = threading.local()
 
 
+class Number(int):
+    """An argument that is no part of a call's kind: recorded with one, played with any."""
+
+
 class Place(NamedTuple):
-    """Of a tensor: so many bytes behind the address of a base, with the look of a meta tensor."""
+    """Of a tensor: so many bytes behind the address of a base, with the look of a meta tensor.
+
+    Of a `Number`: its base alone, whose address is the number itself.
+    """
 
     base: int
     offset: int
-    like: Tensor
+    like: Any
 
 
+Given = Any  # a Tensor or a Number
 Results = tuple[Tensor, ...] | list[Tensor]
-Launch = Callable[[Sequence[Tensor], Sequence[int]], None]  # takes bases and their addresses
+Launch = Callable[[Sequence[Given], Sequence[int]], None]  # takes bases and their addresses
 
 
 class Launchable(Protocol):
@@ -47,7 +55,7 @@ class Spot(NamedTuple):
     given: bool
     number: int
     offset: int
-    like: Tensor
+    like: Any
 
 
 NOWHERE = object()
@@ -56,9 +64,11 @@ NOWHERE = object()
 class Recorder(TorchDispatchMode):
     """Sees the launches of a call, its buffers, and whether torch itself computes something."""
 
-    def __init__(self, given: Sequence[Tensor]) -> None:
+    def __init__(self, given: Sequence[Given]) -> None:
         super().__init__()
-        self.given = {x.data_ptr(): i for i, x in reversed(list(enumerate(given)))}
+        numbered = list(enumerate(given))
+        self.given = {_address(x): i for i, x in reversed(numbered) if type(x) is not Number}
+        self.numbers = {id(x): i for i, x in numbered if type(x) is Number}
         self.launches: list[tuple[Launchable, int, list[Any]]] = []
         self.buffers: list[tuple[int, int]] = []  # address and bytes; addresses are used again
         self.alone, self.looks = True, True
@@ -87,6 +97,8 @@ class Recorder(TorchDispatchMode):
         """Where a tensor lies now, or NOWHERE that is known; anything else as it is."""
         if type(x) in OTHERS:
             return x
+        if type(x) is Number:
+            return Spot(True, self.numbers[id(x)], 0, None) if id(x) in self.numbers else NOWHERE
         like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         at = x.data_ptr()
         if not x.numel() or at in self.given:
@@ -121,7 +133,7 @@ def unseen() -> Iterator[None]:
 class Tape:
     """A recorded call. Bases are its tensors, its results, and the scratch with all else."""
 
-    def __init__(self, recorder: Recorder, given: Sequence[Tensor], results: Sequence[Tensor]):
+    def __init__(self, recorder: Recorder, given: Sequence[Given], results: Sequence[Tensor]):
         self.results = [(tuple(x.shape), x.stride(), x.dtype) for x in results]
         self.listed = isinstance(results, list)
         base = {recorder.find(x).number: len(given) + i for i, x in enumerate(results) if x.numel()}
@@ -148,7 +160,7 @@ class Tape:
             for kernel, grid, arguments in recorder.launches
         ]
 
-    def play(self, given: Sequence[Tensor]) -> Results:
+    def play(self, given: Sequence[Given]) -> Results:
         """The same on other tensors."""
         device = given[0].device
         results = [
@@ -157,13 +169,13 @@ class Tape:
         ]
         scratch = torch.empty(self.scratch, dtype=torch.uint8, device=device)
         bases = [*given, *results, scratch]
-        addresses = [x.data_ptr() for x in bases]
+        addresses = [_address(x) for x in bases]
         for launch in self.launches:
             launch(bases, addresses)
         return results if self.listed else tuple(results)
 
 
-def _record(run: Callable, arguments: Sequence[Any], given: Sequence[Tensor]) -> Any:
+def _record(run: Callable, arguments: Sequence[Any], given: Sequence[Given]) -> Any:
     """The results of a call, and its tape if it can be played."""
     with Recorder(given) as recorder:
         results = run(*arguments)
@@ -205,8 +217,18 @@ def _stack(spans: Sequence[tuple[int, int, int]], weights: Sequence[int]) -> tup
     return offsets, max((high for _, high in placed.values()), default=0)
 
 
+def _address(x: Given) -> int:
+    return x if type(x) is Number else x.data_ptr()
+
+
 def _bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
+
+
+def _kind(x: Any) -> Any:
+    if type(x) in OTHERS:
+        return x
+    return Number if type(x) is Number else (x.shape, x.stride(), x.dtype)
 
 
 def played(run: Callable[..., Results]) -> Callable[..., Results]:
@@ -221,11 +243,11 @@ def played(run: Callable[..., Results]) -> Callable[..., Results]:
     @functools.wraps(run)
     def call(*arguments: Any) -> Results:
         given = [x for x in arguments if type(x) not in OTHERS]
-        addresses = [x.data_ptr() for x in given]
+        addresses = [x.data_ptr() for x in given if type(x) is not Number]
         key = (
             threading.get_ident(),
             given[0].device,
-            *[x if type(x) in OTHERS else (x.shape, x.stride(), x.dtype) for x in arguments],
+            *[_kind(x) for x in arguments],
             *[at % 16 for at in addresses],
             *map(addresses.index, addresses),  # which of them are one and the same
         )

@@ -53,6 +53,8 @@ def yoso(
         planes = projections(hashing, seed, q.shape[1], q.shape[3], num_hashes, hash_bits, q.device)
     # The kernel reads it on the GPU, wherever the caller keeps it.
     place, number = (seed.to(q.device), 0) if isinstance(seed, Tensor) else (None, seed)
+    if place is None and not torch.compiler.is_compiling():
+        number = tape.Number(seed)  # other seeds are no other kind of call
     v = F.pad(v, (0, -width % 8)) if width % 8 else v  # rows of whole 16-byte words
     inputs = q, k, v, key_mask, place, number, planes, num_hashes, hash_bits, normalize
     if dispatch.learns(q, k, v):

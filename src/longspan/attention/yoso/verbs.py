@@ -19,7 +19,8 @@ TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 INDICES = {torch.uint16: "uint16_t", torch.uint32: "uint32_t"}
 MORE_PLANES = 31  # rows after those of any planes, which hash.cu reads and does not use
 TABLE_BYTES = 1 << 28  # of tables at a time; more hashes take turns
-MANY_WARPS = 1 << 14  # a dozen for each place that an H200 has for them
+MANY_WARPS = 1 << 13  # of tables.cu: four for each place that an H200 has for them
+SUM_ROWS = 512  # of a warp of tables.cu: not too many, so that all parts of the GPU end together
 MOST_ROWS = 20  # of a bucket, that walk.cu looks at one by one
 
 
@@ -90,10 +91,10 @@ def hash_codes(q: Tensor, k: Tensor, planes: Tensor, *, both: bool) -> tuple[Ten
     k_token = new(batch, heads, keys, hashes) if both else None
     # As hash.cu has it: the tokens of a block.
     tiles = -(-channels // 32) * {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[q.dtype]
-    block = 512 if tiles <= 2 and hash_bits <= 8 else 256 if tiles <= 4 else 128
+    block = 256 if tiles <= 2 and hash_bits <= 8 else 128 if tiles <= 4 else 64
     blocks = batch * heads * (-(-queries // block) + -(-keys // block))
     _hash(channels, hash_bits, q.dtype, pieces)(
-        "hash_codes", blocks, 256,
+        "hash_codes", blocks, 128,
         q, *_byte_strides(q), q_token, q_hash, queries,
         k, *_byte_strides(k), k_token, k_hash, keys,
         planes, batch * heads, heads, hashes,
@@ -156,7 +157,9 @@ def bucket_sum(lists: Lists, x: Tensor, bits: int, h0: int, step: int) -> Tensor
     name, lists_now, span = "bucket_sum_32", batch * heads * step, 1
     if x.dtype != torch.float32:
         name, span = "bucket_sum_16", 16
-        while span > 4 and lists_now << bits < span * MANY_WARPS:
+        while span > 4 and (
+            span * tokens > SUM_ROWS << bits or lists_now << bits < span * MANY_WARPS
+        ):
             span //= 2
     blocks = lists_now * -(-(1 << bits) // span)
     if span > 1:

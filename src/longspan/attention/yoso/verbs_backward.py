@@ -162,16 +162,19 @@ def outer(
     batch, heads, hashes, queries = q_order.shape
     keys, columns = k_order.shape[3], sums[0].shape[3]
     groups, buckets, most = batch * heads, 1 << bits, max(queries, keys)
+    small = columns == 64 and not walked
     run, each, above = 32, 1, (0, 0)  # a warp walks a run of buckets
-    while run > 2 and (most * run > RUN_TOKENS << bits or groups * used << bits < run * MANY_RUNS):
+    cache, tokens = _cache_bytes(q_order.device), RUN_TOKENS
+    if small and 16 * columns * most > cache and used * most < tokens * _places(q_order.device):
+        tokens //= 2  # there is room for rows and sums of one side: runs of two shall not meet
+    while run > 2 and (most * run > tokens << bits or groups * used << bits < run * MANY_RUNS):
         run //= 2
     a_head = used * -(-buckets // run)  # runs
     kept = 2 * a_head * run * 2 * columns**2  # bytes of the tables of two sides of a head
     few, many = FEW_ROWS[most >= 32 << bits], 8 * most >> bits
-    small = columns == 64 and not walked
     in_pairs = small and most < few << bits
     # In phases where the cache has no room for rows and sums of a side, if there is work for all.
-    in_phases = small and 8 * columns * most > _cache_bytes(q_order.device)
+    in_phases = small and 8 * columns * most > cache
     in_phases = in_phases and not in_pairs and a_head >= MANY_RUNS // 4 and kept <= sums[1].nbytes
     # Where little or nothing is left to tables, a warp looks through many buckets.
     if walked:

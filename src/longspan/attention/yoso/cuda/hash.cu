@@ -16,8 +16,8 @@ constexpr int GROUPS = (D + 31) / 32;  // of 32 channels: two steps of the produ
 constexpr int PIECES = X == BF16 ? 1 : X == F16 ? 2 : 3;
 constexpr int MT = GROUPS * PIECES <= 2 && BITS <= 8 ? 4 : GROUPS * PIECES <= 4 ? 2 : 1;
 constexpr int SETS = (MT + 1) / 2;  // of two tiles of 16 tokens; a warp holds MT tiles
-constexpr int WARPS = 8, TOKENS = WARPS * 16 * MT;
-constexpr int PER_SM = GROUPS * PIECES > 2 ? 1 : 8 / MT;  // blocks, at least
+constexpr int WARPS = 4, TOKENS = WARPS * 16 * MT;
+constexpr int PER_SM = GROUPS * PIECES <= 2 ? 16 / MT : X == F16 && MT == 2 ? 4 : 2;  // blocks, at least
 constexpr int HASHES = BITS <= 8 ? 32 : 16;  // at a time: 32 bytes of codes
 constexpr int TILES = HASHES * BITS / 8, WORDS = (TILES + 3) / 4;
 constexpr int EACH = 4 / sizeof(Code);  // codes in a word
