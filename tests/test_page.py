@@ -145,7 +145,7 @@ def test_the_papers_rows_stand_beside_ours(shown):
     assert len([c for c in tables if c.startswith("Memory saving")]) == 3
 
 
-def test_lra_has_medians_ranges_published_rows_and_speed(shown):
+def test_lra_has_medians_ranges_published_rows_and_a_chart_of_seeds(shown):
     section = find(shown, "Long Range Arena")
     lines = {(line[0], line[1]): list(line[2:]) for line in section.tables[0].lines}
     assert lines["softmax", "here"] == ["37.0", "42.0", ""]
@@ -153,7 +153,22 @@ def test_lra_has_medians_ranges_published_rows_and_speed(shown):
     published = lines["Nyströmformer", "Xiong et al. 2021, Table 3"]
     assert published == ["37.1", "41.6", "59.0"]  # the average of five
     (chart,) = section.charts
-    assert {trace["name"] for trace in chart.figure["data"]} == {"softmax", "nystrom"}
+    softmax, softmax_ring, nystrom, nystrom_ring = chart.figure["data"]
+    assert [x["name"] for x in (softmax, nystrom)] == ["softmax", "nystrom"]
+    assert (softmax["y"], nystrom["y"]) == ([37.0, 42.0], [38.0, 40.0, 43.0, 45.0])
+    assert (softmax_ring["y"], nystrom_ring["y"]) == ([37.1, 38.2], [37.15, 41.58])
+    assert [round(x) for x in nystrom["x"]] == [0, 0, 1, 1]
+    assert chart.figure["layout"]["xaxis"]["ticktext"] == ["listops", "image"]
+
+
+def test_the_chart_of_seeds_has_one_protocol_and_no_method_with_fewer_tasks():
+    rows = [trained(f"lra/{task}", "yoso", 0.3, seed) for task in ("listops", "text")
+            for seed in range(2)]  # fmt: skip
+    rows.append(trained("lra/text", "yoso", 0.9, protocol="google"))
+    rows.append(trained("lra/text", "softmax", 0.6))
+    (chart,) = find(content(rows), "Long Range Arena").charts
+    assert [x["name"] for x in chart.figure["data"]] == ["yoso"]
+    assert chart.figure["data"][0]["y"] == [30.0] * 4
 
 
 def test_short_runs_are_marked_and_give_way_to_longer_ones():

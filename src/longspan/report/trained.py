@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
 from longspan.report import published
-from longspan.report.charts import layout, trace
+from longspan.report.charts import layout, method_of, style, trace
 from longspan.report.section import Chart, Rows, Section, Table, number
 
 Scores = dict[str, dict[str, list[float]]]  # name, task: percent of every seed
@@ -116,7 +117,7 @@ def _arena(rows: Rows, prefix: str) -> list[Section]:
             "Long Range Arena",
             "Accuracy in percent, the median over seeds and its range; the average is over the "
             "five tasks. † fewer steps than in published runs, which are of the arena's own data.",
-            _speed(rows, _scores(rows), prefix),
+            _seeds(rows, tasks, prefix),
             [Table(["method", "source", *tasks, "average"], lines)],
         )
     ]
@@ -128,25 +129,38 @@ def _short(row: Mapping[str, Any]) -> bool:
     return wanted is not None and row.get("steps") is not None and row["steps"] < wanted
 
 
-def _speed(rows: Rows, scores: Scores, prefix: str) -> list[Chart]:
-    """Mean accuracy against tokens a second, over the tasks that every method has."""
-    common = set.intersection(*(set(found) for found in scores.values()))
-    rates: dict[str, list[float]] = {}
-    for row in rows:
-        if row.get("tokens_per_second") and _task(row) in common:
-            rates.setdefault(_name(row), []).append(math.log(row["tokens_per_second"]))
+def _seeds(rows: Rows, tasks: list[str], prefix: str) -> list[Chart]:
+    """Accuracy of every seed by task, in the commonest protocol, and rings at published ones.
+
+    Methods that were run on fewer tasks than others are left out.
+    """
+    protocol, _ = Counter(map(_protocol, rows)).most_common(1)[0]
+    scores = _scores(row for row in rows if _protocol(row) == protocol)
+    most = max(map(len, scores.values()))
+    names = [name for name, found in scores.items() if len(found) == most]
+    tasks = [task for task in tasks if any(task in scores[name] for name in names)]
+    theirs = {x.method: dict(zip(published.ARENA_TASKS, x.accuracy, strict=True))
+              for x in reversed(published.ARENA)}  # fmt: skip
     data = []
-    for name, logs in rates.items():
-        mean = sum(median(scores[name][task]) for task in common) / len(common)
-        x = [math.exp(sum(logs) / len(logs))]
-        data.append(trace(name, x, [mean], mode="markers"))
-    if len(data) < 2:
-        return []
-    x_axis = {"type": "log", "title": "tokens a second in training", "exponentformat": "none"}
+    for i, name in enumerate(names):
+        places = {task: at + 0.7 * ((i + 0.5) / len(names) - 0.5) for at, task in enumerate(tasks)}
+        points = [(places[task], y) for task, ys in scores[name].items() for y in ys]
+        known = theirs.get(method_of(name), {})
+        printed = [(x, known[task]) for task, x in places.items() if task in known]
+        x, y = zip(*points, strict=True)
+        data.append(trace(name, x, y, mode="markers", hovertemplate=f"{name}: %{{y:.1f}} %"))
+        if printed:
+            x, y = zip(*printed, strict=True)
+            ring = {"color": style(name)[0], "size": 16, "symbol": "circle-open"}
+            look: Any = {"mode": "markers", "marker": {**ring, "line": {"width": 2}}}
+            hover = f"{name}, published: %{{y:.1f}} %"
+            data.append(trace(name, x, y, hovertemplate=hover, **look))
+    x_axis = {
+        "title": "task", "tickvals": list(range(len(tasks))), "ticktext": tasks,
+        "range": [-0.5, len(tasks) - 0.5],
+    }  # fmt: skip
     figure = {"data": data, "layout": layout(x_axis, {"title": "accuracy (%)"})}
-    caption = f"Accuracy against speed: means over {', '.join(sorted(common))}."
-    if any((row.get("side_by_side") or 1) > 1 for row in rows):
-        caption += " Runs shared a machine, so that speeds compare roughly at best."
+    caption = "Accuracy of every seed; a ring is the published accuracy of the same method."
     return [Chart(f"{prefix}lra", figure, caption)]
 
 
