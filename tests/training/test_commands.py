@@ -35,9 +35,12 @@ def test_from_text_to_a_scored_model(invoke, tmp_path):
     assert (told.exit_code, "Stopped at step 1 (time limit)" in told.output) == (0, True)
     assert invoke(*train, *more).exit_code == cli.BAD_INPUT  # neither new nor --resume
     assert invoke(*train, "--resume").exit_code == 0  # what it was made of is written down
-    assert invoke(*train, "--eval-only").exit_code == 0
+    again = sets(evaluation_batch=2, batch=4)
+    assert invoke(*train, "--eval-only", *again).exit_code == 0
     trained, scored = records.read(output / "rows.jsonl")
     assert trained["steps"] == 4
+    assert trained["settings"] == "steps=4 batch=4 num_landmarks=8"  # a table must not hide them
+    assert scored["settings"] == "steps=4 batch=4 num_landmarks=8 evaluation_batch=2"
     assert trained["options"] == {"num_landmarks": 8, "conv_kernel": 33}
     assert scored["metrics"] == {
         name: pytest.approx(values, rel=1e-6) for name, values in trained["metrics"].items()

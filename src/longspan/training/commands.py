@@ -44,6 +44,7 @@ def train(
     find_method(method)
     if tensorboard and not find_spec("tensorboard"):
         raise ModuleNotFoundError("--tensorboard needs tensorboard: pip install tensorboard")
+    before: list[str] = []  # settings of what is continued
     if (resume or eval_only) and (output / run.RUN).is_file():
         was = run.written_down(output)
         if (was["task"], was["method"]) != (task, method):
@@ -55,17 +56,19 @@ def train(
         seed = was["seed"] if seed is None else seed
         start = start or (None if was["start"] is None else Path(was["start"]))
         data_dir = data_dir or Path(was["data_dir"])
+        before = was.get("settings", "").split()
     else:
         recipe = recipes.find(task, method, model_size=size, length=length, protocol=protocol)
         if start is not None:
             recipe = recipe.from_start()
     recipe = settings.apply(recipe, row, method, settings.parse(given))
+    last = {setting.partition("=")[0]: setting for setting in (*before, *given)}
     if keep_best:
         recipe = recipe.changed(keep_best=True)
     outcome = run.train(
         run.Run(
             row, method, recipe, data_dir or Path("data"), output, seed or 0, start,
-            tensorboard=tensorboard,
+            labels={"settings": " ".join(last.values())}, tensorboard=tensorboard,
         ),
         resume=resume, eval_only=eval_only, time_limit=time_limit,
     )  # fmt: skip

@@ -144,6 +144,7 @@ def _write_down(run: Run) -> None:
         "data_dir": str(run.data_dir),
         "seed": run.seed,
         "start": None if run.start is None else str(run.start),
+        "settings": (run.labels or {}).get("settings", ""),
     }
     run.output.mkdir(parents=True, exist_ok=True)
     unfinished = run.output / f"{RUN}.part"
