@@ -34,15 +34,23 @@ def stop_after(monkeypatch, batches, number):
     monkeypatch.setattr(Rows, "__getitems__", counted)
 
 
-@pytest.mark.parametrize("method", ["softmax", "yoso"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_a_stopped_run_continues_bit_for_bit(method, number, data, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "number", "schedule"),
+    [
+        ("softmax", signal.SIGTERM, "linear"),
+        ("softmax", signal.SIGINT, "one_cycle"),
+        ("yoso", signal.SIGTERM, "linear"),
+        ("yoso", signal.SIGINT, "linear"),
+    ],
+)
+def test_a_stopped_run_continues_bit_for_bit(method, number, schedule, data, tmp_path, monkeypatch):
     # Fourteen steps are two epochs of six and a part of a third: order and masks of each count.
     rows = find("mlm").load(data / "corpus", length=32, device="cpu").train
     batch = len(rows) // 6
-    whole = runs.make("mlm", method, data, tmp_path / "whole", batch=batch, **TRAINING)
+    training = dict(TRAINING, batch=batch, schedule=schedule, warmup=4)
+    whole = runs.make("mlm", method, data, tmp_path / "whole", **training)
     expected = runs.silent(whole)
-    parts = runs.make("mlm", method, data, tmp_path / "parts", batch=batch, **TRAINING)
+    parts = runs.make("mlm", method, data, tmp_path / "parts", **training)
     with monkeypatch.context() as patch:
         stop_after(patch, 8, number)
         stopped = runs.silent(parts)

@@ -8,6 +8,7 @@ from longspan import records
 from longspan.models import LongspanForMaskedLM, LongspanForSequenceClassification
 from longspan.tasks import corpus
 from longspan.training.run import FINISHED
+from longspan.training.trainer import LongspanTrainer
 
 
 def test_a_run_leaves_rows_a_model_and_what_it_was_made_of(data, tmp_path):
@@ -63,6 +64,28 @@ def test_a_start_of_another_method_or_vocabulary_is_refused(data, tmp_path):
     nowhere = runs.make("mlm", "softmax", data, tmp_path / "b", start=tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"start must be the folder of a trained model"):
         runs.silent(nowhere)
+
+
+def test_one_cycle_moves_the_rate_and_momentum(data, tmp_path, monkeypatch):
+    """As published code does, which says OneCycleLR and leaves its momentum as it comes."""
+    seen, step = [], LongspanTrainer.training_step
+
+    def noted(self, *arguments):
+        (group, *_) = self.optimizer.param_groups
+        seen.append((group["lr"], group["betas"][0]))
+        return step(self, *arguments)
+
+    monkeypatch.setattr(LongspanTrainer, "training_step", noted)
+    changes = dict(schedule="one_cycle", warmup=4, learning_rate=1e-3)
+    runs.silent(runs.make("mlm", "softmax", data, tmp_path, **changes))
+    rates, momenta = zip(*seen, strict=True)
+    assert rates[0] == pytest.approx(1e-3 / 25)
+    assert max(rates) == rates[3] == pytest.approx(1e-3)  # the fourth step is the peak
+    assert (momenta[0], momenta[3]) == (pytest.approx(0.95), pytest.approx(0.85))
+    assert rates[-1] < 1e-6
+    assert momenta[-1] == pytest.approx(0.95)
+    with pytest.raises(ValueError, match="warmup must be 2 steps or more with one_cycle, got 1"):
+        runs.silent(runs.make("mlm", "softmax", data, tmp_path / "b", **changes | {"warmup": 1}))
 
 
 def test_evaluation_alone_finds_what_training_found(data, tmp_path):

@@ -1,8 +1,9 @@
 """The Long Range Arena's settings, as fields of a recipe.
 
 Wisconsin's (the released code of Nyströmformer and YOSO) for every method alike: two layers of 64
-channels and two heads, pre-norm, AdamW at 1e-4, linear warm-up and decay, no clipping, the weights
-of the best evaluation. Google's are those of the arena's own configurations.
+channels and two heads, pre-norm, AdamW at 1e-4, linear warm-up and decay (in their protocol by
+`OneCycleLR`, which moves β₁, too), no clipping, the weights of the best evaluation. Google's are
+those of the arena's own configurations.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ def fields(
         layers, channels, heads, inner = GOOGLE_SIZES[family]
         made |= dict(schedule="inverse_sqrt", weight_decay=0.1, adam_beta2=0.98, adam_epsilon=1e-9)
         made |= GOOGLE[family]
+    if protocol == "wisconsin":
+        made["schedule"] = "one_cycle"
     published = protocol != "longspan"
     every = EVALUATE_EVERY[family] if published else made["steps"] // EVALUATIONS
     return made | dict(

@@ -23,7 +23,7 @@ SIZES: dict[str, dict[str, int]] = {
         num_hidden_layers=12, hidden_size=768, num_attention_heads=12, intermediate_size=3072
     ),
 }
-SCHEDULES = ("linear", "constant", "cosine", "inverse_sqrt")
+SCHEDULES = ("linear", "constant", "cosine", "inverse_sqrt", "one_cycle")
 PRECISIONS = ("auto", "bf16", "fp32")
 
 
@@ -38,7 +38,9 @@ class Recipe:
         steps: of the optimizer; 0 counts `epochs` instead.
         epochs: passes over the training rows.
         warmup: steps of linear warm-up; below 1, a share of all steps.
-        schedule: after warm-up: "linear" or "cosine" to zero, "constant", or "inverse_sqrt".
+        schedule: after warm-up: "linear" or "cosine" to zero, "constant", or "inverse_sqrt";
+            "one_cycle" is torch's `OneCycleLR`, linear: warm-up begins at 1/25 of the peak, and
+            Adam's β₁ falls from 0.95 to 0.85 while the rate grows, and rises again.
         weight_decay, adam_beta2, adam_epsilon: of AdamW.
         clip: norm that gradients are clipped to; 0 leaves them.
         accumulate: parts that a step's batch is computed in, for less memory.

@@ -107,8 +107,9 @@ def train(
     title = f"{run.task.name} {run.method}"
     watch = Watch(title, run.recipe.batch * (data.tokens or run.recipe.length), console)
     trainer = LongspanTrainer(
-        run.task, data, model, made, journal, [stop, watch], graph=run.recipe.graph
-    )
+        run.task, data, model, made, journal, [stop, watch], graph=run.recipe.graph,
+        one_cycle=run.recipe.schedule == "one_cycle",
+    )  # fmt: skip
     for noisy in (transformers.PrinterCallback, transformers.ProgressCallback):
         trainer.remove_callback(noisy)
     if not eval_only:

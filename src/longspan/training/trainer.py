@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import Dataset, Sampler
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
@@ -89,8 +90,9 @@ class LongspanTrainer(Trainer):
         journal: Journal,
         callbacks: list[Any],
         graph: bool = False,
+        one_cycle: bool = False,
     ) -> None:
-        self.data, self.journal = data, journal
+        self.data, self.journal, self.one_cycle = data, journal, one_cycle
         self.graph = StepGraph(model.parameters()) if graph else None
         first = next(iter(data.evaluation.values()))
 
@@ -130,6 +132,20 @@ class LongspanTrainer(Trainer):
         made = [point["step"] for point in self.journal.curve]
         args.eval_on_start = every is not None and step % every == 0 and step not in made
         self.train(resume_from_checkpoint=str(checkpoint))
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As Trainer's, which does not know torch's `OneCycleLR`."""
+        if not self.one_cycle:
+            return super().create_scheduler(num_training_steps, optimizer)
+        warmup = self.args.get_warmup_steps(num_training_steps)
+        if warmup < 2:  # torch would divide by zero
+            raise ValueError(f"warmup must be 2 steps or more with one_cycle, got {warmup}")
+        self.lr_scheduler = OneCycleLR(
+            optimizer or self.optimizer, self.args.learning_rate, num_training_steps,
+            pct_start=warmup / num_training_steps, anneal_strategy="linear",
+        )  # fmt: skip
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As Trainer's; what training draws next does not depend on it."""
@@ -250,4 +266,6 @@ def _during(recipe: Recipe) -> bool:
 
 
 def _schedule(recipe: Recipe) -> str:
-    return "constant_with_warmup" if recipe.schedule == "constant" else recipe.schedule
+    """Trainer's word for it; `create_scheduler` makes one that Trainer has no word for."""
+    words = {"constant": "constant_with_warmup", "one_cycle": "linear"}
+    return words.get(recipe.schedule, recipe.schedule)
