@@ -35,19 +35,21 @@ def stop_after(monkeypatch, batches, number):
 
 
 @pytest.mark.parametrize(
-    ("method", "number", "schedule"),
+    ("method", "number", "more"),
     [
-        ("softmax", signal.SIGTERM, "linear"),
-        ("softmax", signal.SIGINT, "one_cycle"),
-        ("yoso", signal.SIGTERM, "linear"),
-        ("yoso", signal.SIGINT, "linear"),
+        ("softmax", signal.SIGTERM, {}),
+        ("softmax", signal.SIGINT, {}),
+        ("yoso", signal.SIGTERM, {}),
+        ("yoso", signal.SIGINT, {}),
+        ("softmax", signal.SIGTERM, {"schedule": "one_cycle", "warmup": 4}),
     ],
+    ids=["softmax-SIGTERM", "softmax-SIGINT", "yoso-SIGTERM", "yoso-SIGINT", "one_cycle"],
 )
-def test_a_stopped_run_continues_bit_for_bit(method, number, schedule, data, tmp_path, monkeypatch):
+def test_a_stopped_run_continues_bit_for_bit(method, number, more, data, tmp_path, monkeypatch):
     # Fourteen steps are two epochs of six and a part of a third: order and masks of each count.
     rows = find("mlm").load(data / "corpus", length=32, device="cpu").train
     batch = len(rows) // 6
-    training = dict(TRAINING, batch=batch, schedule=schedule, warmup=4)
+    training = {**TRAINING, **more, "batch": batch}
     whole = runs.make("mlm", method, data, tmp_path / "whole", **training)
     expected = runs.silent(whole)
     parts = runs.make("mlm", method, data, tmp_path / "parts", **training)

@@ -70,10 +70,8 @@ def time_chart(times: Mapping[str, Mapping[int, float]]) -> Figure:
     for name, seconds in times.items():
         point = crossover(exact, seconds) if name != EXACT else None
         if point and point.length and point.seconds and point.length > point.first:
-            ring = {"color": style(name)[0], "size": 16, "symbol": "circle-open"}
-            look = {"mode": "markers", "marker": {**ring, "line": {"width": 2}}}
             x, y = [point.length], [1000 * point.seconds]
-            data.append(trace(name, x, y, note="overtakes exact attention", **look))
+            data.append(trace(name, x, y, note="overtakes exact attention", **ring(name)))
     y_axis = {"title": "milliseconds", **log_axis([y for made in data for y in made["y"]])}
     return {"data": data, "layout": layout(length_axis(lengths), y_axis)}
 
@@ -195,6 +193,12 @@ def trace(
         "hovertemplate": f"<b>{name}</b> {note}<br>%{{x:,.4~g}}: %{{y:,.3~g}}<extra></extra>",
         **look,
     }
+
+
+def ring(name: str) -> Figure:
+    """The look of a trace that rings points in the colour of a method."""
+    marker = {"color": style(name)[0], "size": 16, "symbol": "circle-open", "line": {"width": 2}}
+    return {"mode": "markers", "marker": marker}
 
 
 def level(y: float) -> Figure:

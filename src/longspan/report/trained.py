@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from longspan.report import published
-from longspan.report.charts import layout, method_of, style, trace
+from longspan.report.charts import layout, method_of, ring, trace
 from longspan.report.section import Chart, Rows, Section, Table, number
 
 Scores = dict[str, dict[str, list[float]]]  # name, task: percent of every seed
@@ -148,13 +148,12 @@ def _seeds(rows: Rows, tasks: list[str], prefix: str) -> list[Chart]:
         known = theirs.get(method_of(name), {})
         printed = [(x, known[task]) for task, x in places.items() if task in known]
         x, y = zip(*points, strict=True)
-        data.append(trace(name, x, y, mode="markers", hovertemplate=f"{name}: %{{y:.1f}} %"))
+        hover = "<b>%s</b> %%{y:.1f} %%<extra></extra>"
+        data.append(trace(name, x, y, mode="markers", hovertemplate=hover % name))
         if printed:
             x, y = zip(*printed, strict=True)
-            ring = {"color": style(name)[0], "size": 16, "symbol": "circle-open"}
-            look: Any = {"mode": "markers", "marker": {**ring, "line": {"width": 2}}}
-            hover = f"{name}, published: %{{y:.1f}} %"
-            data.append(trace(name, x, y, hovertemplate=hover, **look))
+            told = hover % f"{name}, published"
+            data.append(trace(name, x, y, hovertemplate=told, **ring(name)))
     x_axis = {
         "title": "task", "tickvals": list(range(len(tasks))), "ticktext": tasks,
         "range": [-0.5, len(tasks) - 0.5],
