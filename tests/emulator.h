@@ -197,6 +197,7 @@ inline void __syncwarp() { emulator::meet_warp(); }
 inline void __threadfence() {}
 template <class T> inline T __ldg(const T* p) { return *p; }
 template <class T> inline T __ldcs(const T* p) { return *p; }
+inline int unknown(int x) { return x; }
 template <class T> inline void __stcs(T* p, T x) { *p = x; }
 template <class T> inline T atomicAdd(T* p, std::common_type_t<T> x) { return std::exchange(*p, *p + x); }
 template <class T> inline T atomicMax(T* p, std::common_type_t<T> x) {

@@ -14,6 +14,7 @@ from longspan.attention import nvrtc, tape
 
 HEADER = Path(__file__).with_name("emulator.h")
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
+MOST_SHARED = 1 << 16  # bytes beside what a kernel declares with a size
 OPTIONS = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing"]
 
 
@@ -45,7 +46,8 @@ def launcher(source, **defines):
     """As `nvrtc.launcher`, for tensors on a CPU."""
     library = _library(source, tuple(sorted(defines.items())))
 
-    def run(name, grid, block, *arguments):
+    def run(name, grid, block, *arguments, shared=0):
+        assert shared <= MOST_SHARED
         launch = Launch(getattr(library, f"launch_{name}"), block)
         launch(grid, arguments)
         tape.note(launch, grid, arguments)
@@ -103,4 +105,7 @@ def _text(source):
         path = HEADER if found[1] == "ptx.cuh" else source.parent / found[1]
         return path.read_text() if path == HEADER else _text(path)
 
-    return re.sub(r'^#include "(.+)"$', included, source.read_text(), flags=re.MULTILINE)
+    text = re.sub(
+        r"extern __shared__ ([^\[]+)\[\]", rf"__shared__ \1[{MOST_SHARED}]", source.read_text()
+    )
+    return re.sub(r'^#include "(.+)"$', included, text, flags=re.MULTILINE)

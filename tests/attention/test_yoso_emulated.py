@@ -8,7 +8,7 @@ from cases import qkv, relative_error
 import longspan
 from longspan.attention import nvrtc, tape
 from longspan.attention.yoso import kernels, verbs, verbs_backward
-from longspan.attention.yoso.hashing import projections
+from longspan.attention.yoso.hashing import hash_codes, projections
 
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing()))
 pytest.importorskip("triton", reason="needs triton, from the extra [cuda]")
@@ -21,7 +21,12 @@ def launched(monkeypatch):
 
     def launcher(source, **defines):
         run = emulator.launcher(source, **defines)
-        return lambda name, *arguments: names.append(name) or run(name, *arguments)
+
+        def launch(name, *arguments, **options):
+            names.append(name)
+            run(name, *arguments, **options)
+
+        return launch
 
     monkeypatch.setattr(nvrtc, "launcher", launcher)
     monkeypatch.setattr(verbs_backward, "_cache_bytes", lambda device: 50 << 20)
@@ -74,6 +79,22 @@ def test_both_passes(shape, hashes, bits, kernel, masked, launched):
         assert relative_error(a, b) < 6e-3, name
 
 
+@pytest.mark.parametrize("bits", [5, 8, 12])
+@pytest.mark.parametrize("hashes", [6, 8, 20, 36])
+@pytest.mark.parametrize("tokens", [(70, 264), (301, 33)], ids=["in-words", "odd"])
+def test_codes(tokens, hashes, bits):
+    """By token and by hash, with several a store where they lie on words."""
+    q, k, _ = qkv(batch=1, heads=2, queries=tokens[0], keys=tokens[1], channels=40)
+    q, k = q.bfloat16(), k.bfloat16()
+    planes = projections("gaussian", 7, 2, 40, hashes, bits, q.device).bfloat16()
+    made = verbs.gaussian_planes(7, 2, 40, hashes, bits, q.device)
+    q_token, k_hash, q_hash, k_token = verbs.hash_codes(q, k, made, both=True)
+    for x, by_token, by_hash in ((q, q_token, q_hash), (k, k_token, k_hash)):
+        assert torch.equal(by_token.int().mT, by_hash.int())
+        # In float32, on both sides: a sum near zero may have the other sign.
+        assert (by_hash.int() != hash_codes(x.float(), planes.float())).float().mean() < 1e-3
+
+
 @pytest.mark.parametrize("bits", [2, 6], ids=["pairs-and-tables", "walked"])
 def test_played_is_as_run(bits):
     """Run, recorded and played on other tensors: the emulator adds in one order, so bits agree."""
@@ -93,11 +114,13 @@ def test_played_is_as_run(bits):
 @pytest.mark.parametrize(
     ("keys", "bits", "kernel"),
     [
+        (20_001, 3, "bucket_lists_32k"),
+        (8300, 9, "bucket_lists_32k"),
         (33_000, 3, "bucket_merge_16"),
-        (8300, 9, "bucket_merge_16"),
+        (16_500, 9, "bucket_merge_16"),
         (66_000, 3, "bucket_merge_32"),
     ],
-    ids=["merged", "sparse", "long-numbers"],
+    ids=["large", "large-sparse", "merged", "merged-sparse", "long-numbers"],
 )
 def test_lists_of_many_tokens(keys, bits, kernel, launched):
     """More than a block sorts at once, and more than 16 bits can tell apart."""

@@ -90,7 +90,10 @@ def recorded(monkeypatch):
     pytest.importorskip("triton", reason="needs triton, from the extra [cuda]")
 
     def launcher(*_, **__):
-        return lambda name, grid, block, *arguments: tape.note(Unlaunched(name), grid, arguments)
+        def launch(name, grid, block, *arguments, shared=0):
+            tape.note(Unlaunched(name), grid, arguments)
+
+        return launch
 
     for name in ("_tables", "_walk", "_hash", "_codes"):
         monkeypatch.setattr(verbs, name, launcher)
@@ -132,7 +135,7 @@ def test_memory_of_both_passes(recorded, tokens):
 
 
 FORWARD = ["gaussian_planes", "hash_codes"]
-LONG_LISTS = ["bucket_lists", "bucket_places", "bucket_merge_16"]
+LONG_LISTS = ["bucket_lists_16k", "bucket_places", "bucket_merge_16"]
 LONGEST_LISTS = [*LONG_LISTS[:2], "bucket_merge_32"]
 COLLIDE = ["bucket_sum_16", "bucket_gather"]
 
@@ -142,12 +145,12 @@ COLLIDE = ["bucket_sum_16", "bucket_gather"]
     [
         (4096, 8, ["bucket_lists_4k", *COLLIDE],
          ["bucket_lists_4k", "measure", *COLLIDE, "total", "pair_rows", "outer_both", "finish"]),
-        (8192, 8, ["bucket_lists", *COLLIDE],
-         ["bucket_lists", "measure", *COLLIDE, "total", "pair_rows", "outer_both", "finish"]),
-        (16384, 8, ["bucket_lists", *COLLIDE],
-         ["bucket_lists", "measure", *COLLIDE, "total", "pair_rows", "outer_tables", "finish"]),
-        (32768, 8, [*LONG_LISTS, *COLLIDE],
-         [*LONG_LISTS, "measure", *COLLIDE, "total", "pair_rows", "outer_tables", "finish"]),
+        (8192, 8, ["bucket_lists_16k", *COLLIDE],
+         ["bucket_lists_16k", "measure", *COLLIDE, "total", "pair_rows", "outer_both", "finish"]),
+        (16384, 8, ["bucket_lists_16k", *COLLIDE],
+         ["bucket_lists_16k", "measure", *COLLIDE, "total", "pair_rows", "outer_tables", "finish"]),
+        (32768, 8, ["bucket_lists_32k", *COLLIDE],
+         ["bucket_lists_32k", "measure", *COLLIDE, "total", "pair_rows", "outer_tables", "finish"]),
         (65536, 8, [*LONG_LISTS, *COLLIDE],
          [*LONG_LISTS, "measure", *COLLIDE, "total", "pair_rows", "outer_tables", "finish"]),
         (131072, 8, [*LONGEST_LISTS, *COLLIDE],

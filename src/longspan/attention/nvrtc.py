@@ -125,22 +125,35 @@ def launcher(source: Path, **defines: object) -> Callable[..., None]:
     """A function (name, grid, block, *arguments) that runs a kernel on the current stream.
 
     Arguments are tensors, None, integers (64 bits wide in the kernel) and floats (32 bits).
+    `shared`: bytes of shared memory beside what the kernel declares with a size, always the same.
     """
     key = tuple(sorted(defines.items()))
     known: dict[tuple[str, int, int, int], Launch] = {}  # by kernel, block, device and thread
 
-    def run(name: str, grid: int, block: int, *arguments: object) -> None:
+    def run(name: str, grid: int, block: int, *arguments: object, shared: int = 0) -> None:
         device = torch._C._cuda_getDevice()
         mine = name, block, device, threading.get_ident()
         found = known.get(mine)
         if found is None:
-            handle = int(_load(source, key, name, device).handle)
-            found = known[mine] = Launch(f"{source.stem}.{name}", handle, len(arguments), block)
+            kernel = _load(source, key, name, device).handle
             enter(device)
+            if shared:
+                _allow(kernel, shared, device)
+            name = f"{source.stem}.{name}"
+            found = known[mine] = Launch(name, int(kernel), len(arguments), block, shared)
         found(grid, arguments)
         tape.note(found, grid, arguments)
 
     return run
+
+
+def _allow(kernel: Any, shared: int, device: int) -> None:
+    """Let a kernel have more than the 48 KB of shared memory that any may have."""
+    driver = _driver()
+    most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (error,) = driver.cuKernelSetAttribute(most, shared, kernel, device)
+    if error:
+        raise RuntimeError(f"{shared} bytes of shared memory are too many: {error.name}")
 
 
 def enter(device: int) -> None:

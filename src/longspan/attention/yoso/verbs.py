@@ -126,15 +126,24 @@ def compact_codes(q_hash: Tensor, k_hash: Tensor, bits: int) -> tuple[Tensor, Te
 def bucket_lists(codes: Tensor, mask: Tensor | None, bits: int) -> Lists:
     """Tokens of codes (B, H, m, N) by bucket."""
     batch, heads, hashes, tokens = codes.shape
-    tile = min(tokens, 8192 if bits > 8 else 16384)  # that shared memory has room for
+    # As codes.cu has it: a block sorts so many tokens, half as many where codes take two passes.
+    # One that has a multiprocessor to itself takes more: that pays where it takes all of them.
+    passes = 1 if bits <= 8 else 2
+    name, tile, threads, shared = "bucket_lists_4k", tokens, 512, 0
+    if 16384 < tokens * passes <= 32768:
+        name, threads, shared = "bucket_lists_32k", 1024, 2 * 32768
+    elif tokens > 4096:
+        name, tile = "bucket_lists_16k", min(tokens, 16384 // passes)
     tiles = -(-tokens // tile)
     order = torch.empty(codes.shape, dtype=torch.uint16, device=codes.device)
     shape = (batch, heads, hashes, tiles, (1 << bits) + 1)
     first = torch.empty(shape, dtype=torch.uint32, device=codes.device)
     most = torch.empty(shape[:3], dtype=torch.uint32, device=codes.device)
     blocks, launch = batch * heads * hashes * tiles, _codes(bits)
-    name = "bucket_lists_4k" if tile <= 4096 else "bucket_lists"
-    launch(name, blocks, 512, codes, mask, order, first, most, heads, hashes, tokens, tile)
+    launch(
+        name, blocks, threads, codes, mask, order, first, most, heads, hashes, tokens, tile,
+        shared=shared,
+    )  # fmt: skip
     if tiles == 1:
         return Lists(order, first[:, :, :, 0], most)
     # Bucket by bucket, the runs one after another.

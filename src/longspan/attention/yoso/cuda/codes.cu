@@ -6,7 +6,6 @@
 #include "common.cuh"
 
 constexpr int DIGIT = 256, PASSES = BITS > 8 ? 2 : 1;  // radix sort of codes by bytes
-constexpr int THREADS = 512, WARPS = THREADS / 32;
 
 // N codes of neighbouring tokens from i on, of n in all: NONE for what is beyond, or hidden by a mask.
 // Those that lie on `aligned` words are read at once.
@@ -54,9 +53,10 @@ __device__ inline uint32_t take_rank(uint16_t* count, uint32_t digit) {
 // Tokens of one (head, hash) in the order of their codes, how many there are; the first of every bucket
 // in `first`, and the tokens of the fullest, if that is more. Order within a bucket depends on nothing
 // but the codes: every run adds in the same order.
-template <int PER>
+template <int WARPS, int PER>
 __device__ int sort(const Code* codes, const bool* mask, int n, uint16_t* to, uint16_t* between,
                     uint32_t* first, uint32_t* fullest, uint16_t (*count)[DIGIT]) {
+  constexpr int THREADS = 32 * WARPS;
   __shared__ uint32_t start[DIGIT];
   __shared__ uint32_t warp_total[WARPS];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -146,10 +146,10 @@ __device__ int sort(const Code* codes, const bool* mask, int n, uint16_t* to, ui
 // The same where all buckets are small: a count a bucket, places in them by additions in any order, and
 // then each token to its rank among those of its bucket. Less than none where a bucket is not small:
 // nothing is done then.
-template <int PER>
+template <int WARPS, int PER>
 __device__ int sort_small(const Code* codes, const bool* mask, int n, uint16_t* to,
                           uint16_t* between, uint32_t* first, uint32_t* fullest, uint16_t* count) {
-  constexpr int EACH = (BUCKETS + THREADS - 1) / THREADS, SMALL = 32;
+  constexpr int THREADS = 32 * WARPS, EACH = (BUCKETS + THREADS - 1) / THREADS, SMALL = 32;
   __shared__ uint32_t warp_total[WARPS];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = threadIdx.x * EACH;
   for (int i = threadIdx.x; i < BUCKETS / 2; i += THREADS) ((uint32_t*)count)[i] = 0;
@@ -213,40 +213,45 @@ __device__ int sort_small(const Code* codes, const bool* mask, int n, uint16_t* 
   return all;
 }
 
-// One block a (head, hash) and run of `tile` tokens.
+// One block a (head, hash) and run of `tile` tokens, PER of a thread at most; near: as many numbers a pass.
 // codes (BH, m, n); mask (B, n) or null; list (BH, m, n), numbers within the run; first (BH, m, tiles,
 // C + 1); most (BH, m): the tokens of the fullest bucket, where there is one run.
-template <int PER>
-__device__ void run_bucket_lists(const Code* codes, const bool* mask, uint16_t* list,
+template <int WARPS, int PER>
+__device__ void run_bucket_lists(uint16_t* near, const Code* codes, const bool* mask, uint16_t* list,
                                  uint32_t* first, uint32_t* most, int64_t heads, int64_t hashes,
                                  int64_t n, int64_t tile) {
   __shared__ __align__(16) uint16_t count[WARPS][DIGIT];
-  __shared__ __align__(16) uint16_t near[PASSES][PER * THREADS];
   __shared__ uint32_t fullest;
   const int64_t at = blockIdx.x, tiles = (n + tile - 1) / tile;
   const int64_t bhm = at / tiles, from = at % tiles * tile, start = bhm * n + from;
   const int tokens = (int)min(tile, n - from);
+  uint16_t* between = near + (PASSES - 1) * PER * 32 * WARPS;
   first += at * (BUCKETS + 1);
   codes += start;
   if (mask) mask += bhm / hashes / heads * n + from;
   if (threadIdx.x == 0) fullest = 0;
   int kept = -1;
   if constexpr (PASSES == 2 && BUCKETS <= WARPS * DIGIT)
-    kept = sort_small<PER>(codes, mask, tokens, near[0], near[1], first, &fullest, count[0]);
+    kept = sort_small<WARPS, PER>(codes, mask, tokens, near, between, first, &fullest, count[0]);
   if (kept < 0)
-    kept = sort<PER>(codes, mask, tokens, near[0], near[PASSES - 1], first, &fullest, count);
-  for (int i = threadIdx.x; i < kept; i += THREADS) list[start + i] = near[0][i];
+    kept = sort<WARPS, PER>(codes, mask, tokens, near, between, first, &fullest, count);
+  for (int i = threadIdx.x; i < kept; i += 32 * WARPS) list[start + i] = near[i];
   if (threadIdx.x == 0 && tiles == 1) most[bhm] = fullest;
 }
 
-#define BUCKET_LISTS(NAME, PER, PER_SM)                                                   \
-  extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) NAME(                     \
+#define BUCKET_LISTS(NAME, WARPS, PER, PER_SM, NEAR)                                      \
+  extern "C" __global__ void __launch_bounds__(32 * WARPS, PER_SM) NAME(                  \
       const Code* codes, const bool* mask, uint16_t* list, uint32_t* first, uint32_t* most, \
       int64_t heads, int64_t hashes, int64_t n, int64_t tile) {                           \
-    run_bucket_lists<PER>(codes, mask, list, first, most, heads, hashes, n, tile);        \
+    NEAR;                                                                                 \
+    run_bucket_lists<WARPS, PER>(near, codes, mask, list, first, most, heads, hashes, n, tile); \
   }
-BUCKET_LISTS(bucket_lists_4k, 4096 / THREADS, PASSES == 1 ? 4 : 3)
-BUCKET_LISTS(bucket_lists, 16384 / PASSES / THREADS, 2)
+#define NEAR(TOKENS) __shared__ __align__(16) uint16_t near[PASSES * TOKENS]
+BUCKET_LISTS(bucket_lists_4k, 16, 8, PASSES == 1 ? 4 : 3, NEAR(4096))
+BUCKET_LISTS(bucket_lists_16k, 16, 32 / PASSES, 2, NEAR(16384 / PASSES))
+BUCKET_LISTS(bucket_lists_32k, 32, 32 / PASSES, 1, extern __shared__ __align__(16) uint16_t near[])
+
+constexpr int THREADS = 512, WARPS = THREADS / 32;  // of those that merge
 
 // Places in the whole sequence, from those within its runs, for one (head, hash): of each bucket of
 // each run in `place` (BH, m, tiles, C), of each bucket in `whole` (BH, m, C + 1); first (BH, m, tiles,

@@ -44,32 +44,54 @@ template <int N> __device__ inline void put(Code* to, const uint32_t (&code)[N])
   else *(uint32_t*)to = word;
 }
 
-// N codes a store: those of a token in N hashes, or of N tokens in a hash.
-template <int N>
-__device__ inline void store_by_token(const uint32_t* bits, int count, int now, Code* to,
+// N codes a store: those of a token in N hashes, with LANES lanes a token, or of N tokens in a hash.
+template <int N, int LANES>
+__device__ inline void store_by_token(const uint32_t* bits, int thread, int count, int now, Code* to,
                                       int64_t hashes) {
-  for (int token = threadIdx.x / 8; token < count; token += WARPS * 4)
-    for (int h = threadIdx.x % 8 * N; h < now; h += 8 * N) {
-      if constexpr (BITS == 8 && N == 4) {
-        *(uint32_t*)(to + token * hashes + h) = bits[word_at(token, h / 4)];
-      } else {
-        uint32_t code[N];
+  constexpr int STEP = 32 * WARPS / LANES;
+  const int h = thread % LANES * N;
+  if (h >= now) return;
+  to += thread / LANES * hashes + h;
+  for (int token = thread / LANES; token < count; token += STEP, to += STEP * hashes) {
+    if constexpr (BITS == 8 && N == 4) {
+      *(uint32_t*)to = bits[word_at(token, h / 4)];
+    } else {
+      uint32_t code[N];
 #pragma unroll
-        for (int u = 0; u < N; u++) code[u] = code_of(bits, token, h + u);
-        put(to + token * hashes + h, code);
-      }
+      for (int u = 0; u < N; u++) code[u] = code_of(bits, token, h + u);
+      put(to, code);
     }
+  }
 }
 
 template <int N>
-__device__ inline void store_by_hash(const uint32_t* bits, int count, int now, Code* to, int64_t n) {
-  for (int h = threadIdx.x / 32; h < now; h += WARPS)
-    for (int token = threadIdx.x % 32 * N; token < count; token += 32 * N) {
-      uint32_t code[N];
+__device__ inline void store_by_hash(const uint32_t* bits, int thread, int count, int now, Code* to,
+                                     int64_t n) {
+  if constexpr (BITS == 8 && N == 4) {  // four hashes of four tokens, byte by byte the other way round
+    for (int i = thread; i < (now + 3) / 4 * (TOKENS / 4); i += 32 * WARPS) {
+      const int h = i / (TOKENS / 4) * 4, token = i % (TOKENS / 4) * 4;
+      if (token >= count) continue;
+      uint32_t word[4], half[4];
 #pragma unroll
-      for (int u = 0; u < N; u++) code[u] = code_of(bits, token + u, h);
-      put(to + h * n + token, code);
+      for (int u = 0; u < 4; u++) word[u] = bits[word_at(token + u, h / 4)];
+#pragma unroll
+      for (int u = 0; u < 4; u++)
+        half[u] = __byte_perm(word[u & 2], word[u | 1], u % 2 ? 0x7362 : 0x5140);
+      Code* at = to + h * n + token;
+#pragma unroll
+      for (int u = 0; u < 4; u++, at += n)
+        if (h + u < now)
+          *(uint32_t*)at = __byte_perm(half[u / 2], half[u / 2 + 2], u % 2 ? 0x7632 : 0x5410);
     }
+  } else {
+    for (int h = thread / 32; h < now; h += WARPS)
+      for (int token = thread % 32 * N; token < count; token += 32 * N) {
+        uint32_t code[N];
+#pragma unroll
+        for (int u = 0; u < N; u++) code[u] = code_of(bits, token + u, h);
+        put(to + h * n + token, code);
+      }
+  }
 }
 
 // Bytes of this lane's word and that of the lane `by` further or before: chosen by `low` in the lane
@@ -81,14 +103,14 @@ __device__ inline uint32_t swap(uint32_t word, int by, uint32_t low, uint32_t hi
 
 // Eight channels of a row as words of bfloat16, piece by piece, with the opposite sign: the sign bit of
 // a sum is then that of a code, and zero has none.
-__device__ inline void load_pieces(const char* row, int channel, bool there,
-                                   uint32_t (&piece)[PIECES][4]) {
+__device__ inline void load_pieces(const char* row, int channel, uint32_t (&piece)[PIECES][4]) {
   constexpr int LOADS = X == F32 ? 2 : 1;
   uint4 loaded[LOADS];
 #pragma unroll
-  for (int i = 0; i < LOADS; i++)
-    loaded[i] = there && channel < D ? __ldg((const uint4*)(row + channel * Bytes<X>::each) + i)
-                                     : make_uint4(0, 0, 0, 0);
+  for (int i = 0; i < LOADS; i++) {  // nobody reads them again soon: they are the first to leave the cache
+    const uint4* from = (const uint4*)(row + channel * Bytes<X>::each) + i;
+    loaded[i] = D % 32 == 0 || channel < D ? __ldcs(from) : make_uint4(0, 0, 0, 0);
+  }
   const uint32_t* word = (const uint32_t*)loaded;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -127,11 +149,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PER_SM) hash_codes(
     int64_t hashes) {
   __shared__ uint32_t bits[4 * QUARTER];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int64_t q_blocks = (queries + TOKENS - 1) / TOKENS * batch_heads;
+  const uint32_t q_blocks = ((uint32_t)queries + TOKENS - 1) / TOKENS * (uint32_t)batch_heads;
   const bool key = blockIdx.x >= q_blocks;
   const Side side = key ? Side{k, k_batch, k_head, k_row, k_token, k_hash, keys}
                         : Side{q, q_batch, q_head, q_row, q_token, q_hash, queries};
-  const uint32_t block = blockIdx.x - (key ? (uint32_t)q_blocks : 0);
+  const uint32_t block = blockIdx.x - (key ? q_blocks : 0);
   const uint32_t blocks = ((uint32_t)side.n + TOKENS - 1) / TOKENS, bh = block / blocks;
   const int64_t from = (int64_t)(block % blocks) * TOKENS;
   const int count = (int)min((int64_t)TOKENS, side.n - from);
@@ -147,30 +169,33 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PER_SM) hash_codes(
     for (int half = 0; half < 2; half++)
 #pragma unroll
       for (int c = 0; c < GROUPS; c++) {
-        const int token = (warp * MT + i) * 16 + half * 8 + g;
-        load_pieces(x + token * side.row_bytes, c * 32 + t * 8, token < count, a[i][half][c]);
+        // Beyond the last token the last once more: nobody looks at its bits.
+        const uint32_t token = min((warp * MT + i) * 16 + half * 8 + g, count - 1);
+        load_pieces(x + (uint64_t)token * (uint32_t)side.row_bytes, c * 32 + t * 8, a[i][half][c]);
       }
 
   const int rows = (int)hashes * BITS;
-  planes += bh % (uint32_t)heads * (int64_t)(PLANES * GROUPS * 64) * rows + t * 16;
+  planes += bh % (uint32_t)heads * (int64_t)(PLANES * GROUPS * 64) * rows + t * 16 +
+            (g / 2 * 8 + g % 2) * (GROUPS * 64);
+  const int mine = word_at((warp * MT + t / 2) * 16 + t % 2 * 8 + g, 0);  // and 32 tokens further
 #pragma unroll 1
   for (int h = 0; h < hashes; h += HASHES) {
     const int now = min(HASHES, (int)hashes - h);
+    const char* plane = planes + (int64_t)h * (BITS * GROUPS * 64);
 #pragma unroll 1
-    for (int w = 0; w * 32 < now * BITS; w++) {
+    for (int w = 0; w * 32 < now * BITS; w++, plane += 32 * GROUPS * 64) {
       uint32_t signs[4 * SETS] = {};  // of the tokens of rows g and g + 8 of each tile, two bits a tile
 #pragma unroll
       for (int j = 3; j >= 0; j--) {
         // The planes of columns 2 t and 2 t + 1 are those of bits 8 t + 2 j and 8 t + 2 j + 1, so that a
         // lane finds a byte of each word. Beyond the last hash nobody looks at the bits.
-        const int row = h * BITS + w * 32 + g / 2 * 8 + 2 * j + g % 2;
         float sum[MT][4];
 #pragma unroll
         for (int p = 0; p < PLANES; p++)
 #pragma unroll
           for (int c = 0; c < GROUPS; c++) {
-            const char* from = planes + ((int64_t)p * rows + row) * (GROUPS * 64) + c * 64;
-            const uint4 b = __ldg((const uint4*)from);
+            const uint32_t row = p * rows + 2 * j;
+            const uint4 b = __ldg((const uint4*)(plane + row * (GROUPS * 64) + c * 64));
 #pragma unroll
             for (int i = 0; i < MT; i++)
 #pragma unroll
@@ -197,19 +222,22 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PER_SM) hash_codes(
         uint32_t word = signs[i] | signs[i + 1] << 8 | signs[i + 2] << 16 | signs[i + 3] << 24;
         word = swap(word, 1, 0x6240, 0x3715);
         word = swap(word, 2, 0x5410, 0x3276);
-        if (t < 2 * MT) bits[word_at((warp * MT + (i + t) / 2) * 16 + t % 2 * 8 + g, w)] = word;
+        if (t < 2 * MT) bits[mine + i / 4 * 8 * PITCH + w] = word;
       }
     }
     __syncthreads();
+    const int thread = unknown(threadIdx.x);
     if (side.by_token) {
       Code* to = side.by_token + (bh * side.n + from) * hashes + h;
-      if (hashes % EACH == 0) store_by_token<EACH>(bits, count, now, to, hashes);
-      else store_by_token<1>(bits, count, now, to, hashes);
+      constexpr int LANES = HASHES / EACH;
+      if (hashes % EACH) store_by_token<1, HASHES>(bits, thread, count, now, to, hashes);
+      else if (now > HASHES / 2) store_by_token<EACH, LANES>(bits, thread, count, now, to, hashes);
+      else store_by_token<EACH, LANES / 2>(bits, thread, count, now, to, hashes);
     }
     if (side.by_hash) {
       Code* to = side.by_hash + (bh * hashes + h) * side.n + from;
-      if (side.n % EACH == 0) store_by_hash<EACH>(bits, count, now, to, side.n);
-      else store_by_hash<1>(bits, count, now, to, side.n);
+      if (side.n % EACH == 0) store_by_hash<EACH>(bits, thread, count, now, to, side.n);
+      else store_by_hash<1>(bits, thread, count, now, to, side.n);
     }
     __syncthreads();
   }

@@ -25,6 +25,13 @@ __device__ inline void unpack(uint32_t word, float& low, float& high, Type type)
   }
 }
 
+// The same number, which the compiler does not know: what follows from it is computed where it is used,
+// and takes no registers before.
+__device__ inline int unknown(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // Two float16 numbers a word: a b, and a b + c.
 __device__ inline uint32_t multiply2(uint32_t a, uint32_t b) {
   uint32_t r;

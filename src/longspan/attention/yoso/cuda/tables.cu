@@ -41,7 +41,7 @@ BUCKET_SUM(bucket_sum_16, 16) {
   const int64_t hash = bh * hashes + h0 + bhs % (uint32_t)step;
   list += hash * n;
   first += hash * (BUCKETS + 1) + base;
-  x += bh / heads * batch_bytes + bh % heads * head_bytes + column * 2;
+  x += bh / (uint32_t)heads * batch_bytes + bh % (uint32_t)heads * head_bytes + column * 2;
   uint32_t low[2], size[2];  // of buckets g and g + 8
 #pragma unroll
   for (int i = 0; i < 2; i++) {
@@ -149,7 +149,7 @@ BUCKET_SUM(bucket_sum_32, 1) {
   const bool holds = FULL || lane * 8 < D;
   list += hash * n;
   first += hash * (BUCKETS + 1) + at % BUCKETS;
-  x += bh / heads * batch_bytes + bh % heads * head_bytes;
+  x += bh / (uint32_t)heads * batch_bytes + bh % (uint32_t)heads * head_bytes;
   float sum[8] = {};
   if (holds) add_rows(list, first[0] + group, first[1], 32 / GROUP, x, row_bytes, lane, sum);
 #pragma unroll
@@ -158,14 +158,14 @@ BUCKET_SUM(bucket_sum_32, 1) {
   if (holds && group == 0) store8<TABLE>(table + at * (D * Bytes<TABLE>::each), lane, sum);
 }
 
-// Add the rows of a query's buckets in hashes 0 to 7, or fewer; `words`: codes lie on whole words.
-template <bool ALL>
-__device__ inline void add_buckets(const Code* codes, int count, bool words, const char* rows,
-                                   int lane, float (&sum)[8]) {
-  constexpr int64_t TABLE_ROW = D * Bytes<TABLE>::each;
+// Add the rows of a query's buckets in hashes 0 to 7, or fewer, from this lane's channels of the first row
+// on; WORDS: codes lie on whole words.
+template <bool ALL, bool WORDS>
+__device__ inline void add_buckets(const Code* codes, int count, const char* rows, float (&sum)[8]) {
+  constexpr uint32_t TABLE_ROW = D * Bytes<TABLE>::each;
   constexpr int EACH = sizeof(Code);
   uint32_t bucket[8];
-  if (ALL && words) {
+  if constexpr (WORDS) {
     uint32_t word[2 * EACH];
     if constexpr (EACH == 1) *(uint2*)word = __ldg((const uint2*)codes);
     else *(uint4*)word = __ldg((const uint4*)codes);
@@ -179,7 +179,8 @@ __device__ inline void add_buckets(const Code* codes, int count, bool words, con
   Row8<TABLE> row[8];
 #pragma unroll
   for (int u = 0; u < 8; u++) {
-    if (ALL || u < count) row[u].load(rows + (u * BUCKETS + bucket[u]) * TABLE_ROW, lane);
+    if (ALL || u < count)
+      row[u].load(rows + bucket[u] * TABLE_ROW + u * (uint64_t)(BUCKETS * TABLE_ROW), 0);
     else row[u].clear();
   }
 #pragma unroll
@@ -189,33 +190,38 @@ __device__ inline void add_buckets(const Code* codes, int count, bool words, con
 // One group of lanes a query: read its bucket in every hash, add up, scale, normalise if asked.
 // codes (BH, n, stride) from hash h0 on; table (BH, m, C, D); y (BH, n, D); total (BH, n, D) float32
 // carries the sum between calls over parts of the hashes; inverse (BH, n): 1/norm of the row.
-extern "C" __global__ void __launch_bounds__(256) bucket_gather(
+extern "C" __global__ void __launch_bounds__(256, 6) bucket_gather(
     const Code* codes, const bool* mask, const char* table, char* y, float* total, float* inverse,
     int64_t heads, int64_t hashes, int64_t stride, int64_t h0, int64_t n, int64_t queries,
     int64_t begin, int64_t finish, float scale) {
-  const int64_t query = (int64_t)blockIdx.x * (256 / GROUP) + threadIdx.x / GROUP;
+  const uint32_t query = blockIdx.x * (256 / GROUP) + threadIdx.x / GROUP;
   const int lane = threadIdx.x % GROUP;
-  const bool there = query < queries, holds = FULL || lane * 8 < D;
-  const uint32_t bh = (uint32_t)query / (uint32_t)n;  // 64-bit division would cost more than the rest
+  const bool there = query < (uint32_t)queries, holds = FULL || lane * 8 < D;
+  const uint32_t bh = query / (uint32_t)n;
   constexpr int64_t TABLE_ROW = D * Bytes<TABLE>::each;
   float sum[8] = {};
-  if (there && holds && (!mask || mask[bh / (uint32_t)heads * n + query - bh * n])) {
+  if (there && holds && (!mask || mask[bh / (uint32_t)heads * n + (query - bh * (uint32_t)n)])) {
     const Code* code = codes + query * stride + h0;
-    const bool words = (stride | h0) % 8 == 0;
-    const char* rows = table + bh * (hashes * BUCKETS * TABLE_ROW);
-    int h = 0;
-    for (; h + 8 <= hashes; h += 8, rows += 8 * BUCKETS * TABLE_ROW)
-      add_buckets<true>(code + h, 8, words, rows, lane, sum);
-    if (h < hashes) add_buckets<false>(code + h, (int)hashes - h, false, rows, lane, sum);
+    const char* rows = table + bh * (hashes * BUCKETS * TABLE_ROW) + lane * 8 * Bytes<TABLE>::each;
+    const int eights = (int)hashes / 8 * 8;
+    if ((stride | h0) % 8 == 0) {
+      for (int h = 0; h < eights; h += 8, rows += 8 * BUCKETS * TABLE_ROW)
+        add_buckets<true, true>(code + h, 8, rows, sum);
+    } else {
+      for (int h = 0; h < eights; h += 8, rows += 8 * BUCKETS * TABLE_ROW)
+        add_buckets<true, false>(code + h, 8, rows, sum);
+    }
+    const int left = (int)hashes - eights;
+    if (left) add_buckets<false, false>(code + eights, left, rows, sum);
   }
   if (!begin && there && holds) {
 #pragma unroll
-    for (int i = 0; i < 8; i++) sum[i] += total[query * D + lane * 8 + i];
+    for (int i = 0; i < 8; i++) sum[i] += total[(int64_t)query * D + lane * 8 + i];
   }
   if (!finish) {
     if (there && holds)
 #pragma unroll
-      for (int i = 0; i < 8; i++) total[query * D + lane * 8 + i] = sum[i];
+      for (int i = 0; i < 8; i++) total[(int64_t)query * D + lane * 8 + i] = sum[i];
     return;
   }
   if (inverse) {
@@ -224,10 +230,10 @@ extern "C" __global__ void __launch_bounds__(256) bucket_gather(
     for (int i = 0; i < 8; i++) square += sum[i] * sum[i];
     for (int o = 1; o < GROUP; o *= 2) square += __shfl_xor_sync(~0u, square, o);
     const float inverse_norm = square > 0 ? rsqrtf(square) : 0;
-    if (there && lane == 0) inverse[query] = inverse_norm / scale;  // of the scaled row
+    if (there && lane == 0) inverse[query] = __fdividef(inverse_norm, scale);  // of the scaled row
     scale = inverse_norm;
   }
 #pragma unroll
   for (int i = 0; i < 8; i++) sum[i] *= scale;
-  if (there && holds) store8<X>(y + query * D * Bytes<X>::each, lane, sum);
+  if (there && holds) store8<X>(y + (int64_t)query * D * Bytes<X>::each, lane, sum);
 }
