@@ -84,8 +84,10 @@ def test_one_cycle_moves_the_rate_and_momentum(data, tmp_path, monkeypatch):
     assert (momenta[0], momenta[3]) == (pytest.approx(0.95), pytest.approx(0.85))
     assert rates[-1] < 1e-6
     assert momenta[-1] == pytest.approx(0.95)
-    with pytest.raises(ValueError, match="warmup must be 2 steps or more with one_cycle, got 1"):
-        runs.silent(runs.make("mlm", "softmax", data, tmp_path / "b", **changes | {"warmup": 1}))
+    for warmup in (1, len(seen)):
+        change = changes | {"warmup": warmup}
+        with pytest.raises(ValueError, match=f"warmup must be from 2 .*, got {warmup}"):
+            runs.silent(runs.make("mlm", "softmax", data, tmp_path / "b", **change))
 
 
 def test_evaluation_alone_finds_what_training_found(data, tmp_path):

@@ -138,8 +138,9 @@ class LongspanTrainer(Trainer):
         if not self.one_cycle:
             return super().create_scheduler(num_training_steps, optimizer)
         warmup = self.args.get_warmup_steps(num_training_steps)
-        if warmup < 2:  # torch would divide by zero
-            raise ValueError(f"warmup must be 2 steps or more with one_cycle, got {warmup}")
+        if not 2 <= warmup < num_training_steps:  # torch would divide by zero
+            rule = f"from 2 to fewer than all {num_training_steps} steps with one_cycle"
+            raise ValueError(f"warmup must be {rule}, got {warmup}")
         self.lr_scheduler = OneCycleLR(
             optimizer or self.optimizer, self.args.learning_rate, num_training_steps,
             pct_start=warmup / num_training_steps, anneal_strategy="linear",
