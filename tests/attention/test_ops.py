@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -144,3 +145,22 @@ def test_a_launch_that_fails_says_which(monkeypatch):
     message = "rows.finish could not be launched: CUDA_ERROR_OUT_OF_MEMORY"
     with pytest.raises(RuntimeError, match=message):
         launch(monkeypatch, "CUDA_ERROR_OUT_OF_MEMORY")
+
+
+def test_a_kernel_is_allowed_its_shared_memory_once(monkeypatch):
+    driver = Driver(None, None)
+    asked, errors = [], [0, SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE")]
+    most = {"CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES": 8}
+    driver.CUfunction_attribute = SimpleNamespace(**most)
+    driver.cuKernelSetAttribute = lambda *given: asked.append(given) or (errors.pop(0),)
+    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
+    monkeypatch.setattr(nvrtc, "_load", lambda *_: SimpleNamespace(handle=11))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    run = nvrtc.launcher(Path("codes.cu"))
+    for _ in range(2):
+        run("bucket_lists_32k", 7, 1024, 1, 2, 3, 4, shared=1 << 16)
+    assert asked == [(8, 1 << 16, 11, 0)]
+    assert [given[:9] for given in driver.given] == [(11, 7, 1, 1, 1024, 1, 1, 1 << 16, 5)] * 2
+    with pytest.raises(RuntimeError, match="memory are too many: CUDA_ERROR_INVALID_VALUE"):
+        run("another", 7, 1024, 1, 2, 3, 4, shared=1 << 16)

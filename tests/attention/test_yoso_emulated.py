@@ -91,7 +91,8 @@ def test_codes(tokens, hashes, bits):
     q_token, k_hash, q_hash, k_token = verbs.hash_codes(q, k, made, both=True)
     for x, by_token, by_hash in ((q, q_token, q_hash), (k, k_token, k_hash)):
         assert torch.equal(by_token.int().mT, by_hash.int())
-        # In float32, on both sides: a sum near zero may have the other sign.
+        # Sums of 40 products in float32, in two orders, differ by some 2^-22: where one is as near
+        # to zero, a sign may differ, in one code of 10⁵. Laid out wrong, nearly all would.
         assert (by_hash.int() != hash_codes(x.float(), planes.float())).float().mean() < 1e-3
 
 
@@ -123,7 +124,7 @@ def test_played_is_as_run(bits):
     ids=["large", "large-sparse", "merged", "merged-sparse", "long-numbers"],
 )
 def test_lists_of_many_tokens(keys, bits, kernel, launched):
-    """More than a block sorts at once, and more than 16 bits can tell apart."""
+    """As many as a block can sort, more than that, and more than 16 bits can tell apart."""
     q, k, v = qkv(batch=1, heads=1, queries=20, keys=keys, channels=16, dtype=torch.bfloat16)
     mask = torch.rand(1, keys) < 0.7
     (y,) = kernels.yoso_forward(q, k, v, mask, None, 7, None, 1, bits, True, False)
