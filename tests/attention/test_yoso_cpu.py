@@ -350,19 +350,20 @@ def test_verbs_with_any_spread_of_codes(instructions, spread):
 
 @needs_library
 def test_a_bucket_with_all_keys_stays_linear():
-    """Four times the tokens, all in one bucket: quadratic work would take sixteen times as long."""
+    """One bucket of 16,384 tokens has 256 times the pairs of 256 buckets of 64.
 
-    def seconds(tokens):
-        x = torch.randn(1, 1, 1, 64).expand(1, 2, tokens, 64)
-        v, g = torch.randn(2, 1, 2, tokens, 64)
-        best = math.inf
-        for _ in range(5):
+    Both inputs take the same memory, and turns, so that neither caches nor other work on the
+    machine tell them apart.
+    """
+    v, g = torch.randn(2, 1, 2, 16384, 64)
+    one, many = torch.randn(1, 1, 1, 64).expand_as(v), torch.randn_like(v)
+    best = dict.fromkeys((one, many), math.inf)
+    for _ in range(5):
+        for x in best:
             start = time.perf_counter()
             both_passes(x, x, v, g, seed=1, num_hashes=4, impl="fused")
-            best = min(best, time.perf_counter() - start)
-        return best
-
-    assert seconds(16384) < 9 * seconds(4096)
+            best[x] = min(best[x], time.perf_counter() - start)
+    assert best[one] < 4 * best[many]
 
 
 @needs_library
@@ -453,7 +454,7 @@ def test_the_true_gradient_of_crowded_buckets_is_right_on_average():
 @pytest.mark.slow
 def test_the_true_gradient_of_one_bucket_is_linear():
     seconds = []
-    for tokens in (4096, 16384):
+    for tokens in (2048, 32768):
         q, k, v = (x.requires_grad_() for x in qkv(batch=1, heads=1, queries=tokens, channels=16))
         options = dict(hash_bits=1, num_hashes=1, gradient="true")
         y = longspan.yoso(q[:, :, :1].expand_as(q), k, v, **options)
@@ -463,4 +464,5 @@ def test_the_true_gradient_of_one_bucket_is_linear():
             torch.autograd.grad(y, (q, k, v), torch.ones_like(y), retain_graph=True)
             best = min(best, time.perf_counter() - start)
         seconds.append(best)
-    assert seconds[1] < 9 * seconds[0]  # four times the tokens; all pairs would take sixteen
+    # Sixteen times the tokens, which leave the caches; all pairs would take 256 times as long.
+    assert seconds[1] < 64 * seconds[0]
