@@ -356,7 +356,7 @@ def test_a_bucket_with_all_keys_stays_linear():
     machine tell them apart.
     """
     v, g = torch.randn(2, 1, 2, 16384, 64)
-    one, many = torch.randn(1, 1, 1, 64).expand_as(v), torch.randn_like(v)
+    one, many = torch.randn(64).expand_as(v).contiguous(), torch.randn_like(v)
     best = dict.fromkeys((one, many), math.inf)
     for _ in range(5):
         for x in best:
