@@ -10,7 +10,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from longspan.attention import nvrtc, tape
+from longspan.attention import tape
+from longspan.attention.launch import Place, bits
 
 HEADER = Path(__file__).with_name("emulator.h")
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
@@ -56,13 +57,13 @@ def launcher(source, **defines):
 
 
 class Launch:
-    """As `nvrtc.Launch`: a kernel that can be played again."""
+    """As `launch.Launch`: a kernel that can be played again."""
 
     def __init__(self, function, block):
         self.function, self.block = function, block
 
     def __call__(self, grid, arguments):
-        values = (ctypes.c_int64 * len(arguments))(*map(nvrtc._bits, arguments))
+        values = (ctypes.c_int64 * len(arguments))(*map(bits, arguments))
         start = ctypes.addressof(values)
         places = (ctypes.c_void_p * len(arguments))(*range(start, start + 8 * len(arguments), 8))
         self.function(grid, self.block, places)
@@ -71,7 +72,7 @@ class Launch:
         def launch(bases, addresses):
             self(
                 grid,
-                [addresses[x.base] + x.offset if type(x) is tape.Place else x for x in arguments],
+                [addresses[x.base] + x.offset if type(x) is Place else x for x in arguments],
             )
 
         return launch

@@ -1,9 +1,6 @@
-"""The CUDA ops without a GPU: what compilers are told of them, and how kernels are launched."""
+"""The CUDA ops without a GPU: what compilers are told of them."""
 
-import ctypes
 import importlib
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +8,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import longspan
-from longspan.attention import nvrtc, tape
 
 # Of the forward, after the inputs; of the backward, after the inputs, and after what is kept.
 OPTIONS = {
@@ -80,87 +76,3 @@ def test_modes_see_ops_that_otherwise_go_past_the_dispatcher(monkeypatch):
     assert "longspan.window_forward.default" in seen.names
     monkeypatch.setattr(torch.ops.longspan, "window_forward", None)
     assert torch.equal(longspan.window(q, k, v, window=4, impl="fused"), watched)
-
-
-class Driver:
-    """Launches that fail as told, and notes what the others were given."""
-
-    def __init__(self, *errors):
-        self.errors, self.entered, self.given = list(errors), 0, []
-
-    def cuLaunchKernel(self, handle, *sizes):
-        *sizes, shared, stream, addresses, _ = sizes
-        places = ctypes.cast(addresses, ctypes.POINTER(ctypes.POINTER(ctypes.c_int64)))
-        values = [places[i][0] for i in range(4)]
-        self.given.append((handle, *sizes, shared, stream, *values))
-        name = self.errors.pop(0)
-        return (SimpleNamespace(name=name) if name else 0,)
-
-    def cuCtxGetCurrent(self):
-        self.entered += 1
-        return 0, 1
-
-
-def launch(monkeypatch, *errors, again=False):
-    driver = Driver(*errors)
-    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
-    x = torch.zeros(3)
-    run = nvrtc.Launch("rows.finish", 11, 4, 256, 128)
-    if again:
-        place = tape.Place(1, 8, x.to("meta"))
-        run.again(7, [place, 1 << 40, 1.0, None])([x], [0, x.data_ptr() - 8])
-    else:
-        run(7, [x, 1 << 40, 1.0, None])
-    assert driver.given[-1] == (
-        11,
-        7,
-        1,
-        1,
-        256,
-        1,
-        1,
-        128,
-        5,
-        x.data_ptr(),
-        1 << 40,
-        0x3F800000,
-        0,
-    )
-    return driver
-
-
-def test_a_launch_hands_over_the_bits_of_its_arguments(monkeypatch):
-    assert launch(monkeypatch, None).entered == 0
-    assert launch(monkeypatch, None, again=True).entered == 0
-
-
-def test_a_thread_without_a_context_is_given_one(monkeypatch):
-    driver = launch(monkeypatch, "CUDA_ERROR_INVALID_CONTEXT", None)
-    assert (driver.entered, len(driver.given)) == (1, 2)
-
-
-def test_a_launch_that_fails_says_which(monkeypatch):
-    message = "rows.finish could not be launched: CUDA_ERROR_OUT_OF_MEMORY"
-    with pytest.raises(RuntimeError, match=message):
-        launch(monkeypatch, "CUDA_ERROR_OUT_OF_MEMORY")
-
-
-def test_a_kernel_is_allowed_its_shared_memory_once(monkeypatch):
-    driver = Driver(None, None)
-    asked, errors = [], [0, SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE")]
-    most = {"CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES": 8}
-    driver.CUfunction_attribute = SimpleNamespace(**most)
-    driver.cuKernelSetAttribute = lambda *given: asked.append(given) or (errors.pop(0),)
-    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
-    monkeypatch.setattr(nvrtc, "_load", lambda *_: SimpleNamespace(handle=11))
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
-    run = nvrtc.launcher(Path("codes.cu"))
-    for _ in range(2):
-        run("bucket_lists_32k", 7, 1024, 1, 2, 3, 4, shared=1 << 16)
-    assert asked == [(8, 1 << 16, 11, 0)]
-    assert [given[:9] for given in driver.given] == [(11, 7, 1, 1, 1024, 1, 1, 1 << 16, 5)] * 2
-    with pytest.raises(RuntimeError, match="memory are too many: CUDA_ERROR_INVALID_VALUE"):
-        run("another", 7, 1024, 1, 2, 3, 4, shared=1 << 16)

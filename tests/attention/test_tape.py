@@ -66,7 +66,8 @@ def test_played_is_as_run(method, layout, monkeypatch):
     plays = []
     play = tape.Tape.play
     monkeypatch.setattr(tape.Tape, "play", lambda *these: plays.append(1) or play(*these))
-    for seed in range(3):
+    kept = []  # so that addresses differ
+    for seed in range(5):
         shape = dict(batch=1, queries=11 if layout == "odd" else 12, channels=16)
         q, k, v = qkv(**shape, seed=seed, device=DEVICE)
         if layout == "packed":  # (B, H, N, 3, D): one memory for all three
@@ -75,10 +76,11 @@ def test_played_is_as_run(method, layout, monkeypatch):
         for ops in (plain, played):
             torch.manual_seed(seed)
             results.append(method(*ops, q, k, v))
+        kept.append((q, k, v, results))
         for one, other in zip(*results, strict=True):
             assert torch.equal(one, other)
             assert one.stride() == other.stride()
-    assert len(plays) == 2  # the third call of both ops
+    assert len(plays) == 2 * 3  # of both ops, from the third call on
 
 
 @pytest.mark.gpu
@@ -221,3 +223,26 @@ def test_buffers_share_memory_where_their_uses_do_not_overlap():
     # The largest first would need 11.
     awkward = [(3, 0, 3), (4, 3, 3), (3, 2, 4), (5, 1, 1)]
     assert tape.arrange([(512 * size, *uses) for size, *uses in awkward])[1] == 512 * 10
+
+
+@pytest.mark.gpu
+def test_a_played_call_is_captured_and_runs_on_any_stream():
+    q, k, v = qkv(queries=700, channels=64, dtype=torch.bfloat16, device="cuda")
+    attend = lambda: longspan.yoso(q, k, v, seed=3, impl="fused")  # noqa: E731
+    kept = [attend() for _ in range(5)]  # run, recorded, then played
+    assert all(torch.equal(y, kept[0]) for y in kept)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = attend()
+    assert torch.equal(attend(), kept[0])
+    v.mul_(-2)
+    graph.replay()
+    assert torch.equal(y, attend())
+    assert not torch.equal(y, kept[0])
+    streams, results = [torch.cuda.Stream() for _ in range(3)], []
+    torch.cuda.synchronize()
+    for i in range(12):
+        with torch.cuda.stream(streams[i % 3]):
+            results.append(attend())
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x in results)

@@ -3,7 +3,7 @@
 Which kernels an op launches, with which numbers and on which buffers, follows from the shapes,
 strides and types of its tensors and from its options. Finding that out takes the host longer than a
 GPU needs for a few thousand tokens. To play it again takes one allocation for all buffers that are
-no results, and for each kernel its addresses and a launch.
+no results, the addresses of what is new, and on a GPU one launch of a graph of all kernels.
 """
 
 import functools
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longspan.attention.launch import Again, Chain, Place
+
 OTHERS = (int, float, bool, type(None))  # asking whether something is a tensor takes longer
 MOST = 256  # kinds of calls of an op that are remembered
 WORD = 512  # bytes that buffers begin on, as torch's own do
@@ -26,26 +28,15 @@ class Number(int):
     """An argument that is no part of a call's kind: recorded with one, played with any."""
 
 
-class Place(NamedTuple):
-    """Of a tensor: so many bytes behind the address of a base, with the look of a meta tensor.
-
-    Of a `Number`: its base alone, whose address is the number itself.
-    """
-
-    base: int
-    offset: int
-    like: Any
-
-
 Given = Any  # a Tensor or a Number
 Results = tuple[Tensor, ...] | list[Tensor]
-Launch = Callable[[Sequence[Given], Sequence[int]], None]  # takes bases and their addresses
+Play = Callable[[Sequence[Given], Sequence[int]], None]  # takes bases and their addresses
 
 
 class Launchable(Protocol):
     """A kernel that can be launched again, with places for the tensors among its arguments."""
 
-    def again(self, grid: int, arguments: Sequence[Any]) -> Launch:
+    def again(self, grid: int, arguments: Sequence[Any]) -> Play:
         """What launches it on bases."""
 
 
@@ -155,10 +146,13 @@ class Tape:
                 return Place(base[x.number], x.offset, x.like)
             return Place(len(given) + len(results), offset[x.number] + x.offset, x.like)
 
-        self.launches = [
+        self.launches: list[Play] = [
             kernel.again(grid, [place(x) for x in arguments])
             for kernel, grid, arguments in recorder.launches
         ]
+        on_gpu = [x for x in self.launches if type(x) is Again]
+        if len(on_gpu) == len(self.launches) > 1:
+            self.launches = [Chain(on_gpu)]
 
     def play(self, given: Sequence[Given]) -> Results:
         """The same on other tensors."""

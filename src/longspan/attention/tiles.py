@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.attention import nvrtc, tape
+from longspan.attention import tape
+from longspan.attention.launch import Again, Launch, Place, enter
 
 LOG2E = math.log2(math.e)  # softmaxes are taken in powers of two
 INTERPRETED = triton.knobs.runtime.interpret  # on the CPU, where there is no PTX
@@ -69,15 +70,15 @@ class Compiled:
         # which is none, follow the arguments.
         self.places = [i for i in range(len(arguments)) if signature[names[i]] != "constexpr"]
         threads, count = 32 * metadata.num_warps, len(self.places) + 2
-        self.run = nvrtc.Launch(metadata.name, compiled.function, count, threads, metadata.shared)
-        nvrtc.enter(arguments[0].device.index)
+        self.run = Launch(metadata.name, compiled.function, count, threads, metadata.shared)
+        enter(arguments[0].device.index)
 
     def launch(self, grid: int, arguments: Sequence[Any]) -> None:
         """Run it on the current stream."""
         self.run(grid, self._mine(arguments))
 
-    def again(self, grid: int, arguments: Sequence[Any]) -> tape.Launch:
-        """As `nvrtc.Launch.again`."""
+    def again(self, grid: int, arguments: Sequence[Any]) -> Again:
+        """As `Launch.again`."""
         return self.run.again(grid, self._mine(arguments))
 
     def _mine(self, arguments: Sequence[Any]) -> list[Any]:
@@ -90,14 +91,14 @@ class Interpreted:
     def __init__(self, jit: Any, options: dict[str, Any]) -> None:
         self.jit, self.options = jit, options
 
-    def again(self, grid: int, arguments: Sequence[Any]) -> tape.Launch:
+    def again(self, grid: int, arguments: Sequence[Any]) -> tape.Play:
         """As `Compiled.again`."""
 
         def launch(bases: Sequence[Tensor], addresses: Sequence[int]) -> None:
-            there = [at(bases, x) if type(x) is tape.Place else x for x in arguments]
+            there = [at(bases, x) if type(x) is Place else x for x in arguments]
             self.jit[(grid,)](*there, **self.options)
 
-        def at(bases: Sequence[Tensor], place: tape.Place) -> Tensor:
+        def at(bases: Sequence[Tensor], place: Place) -> Tensor:
             base, like = bases[place.base], place.like
             first = base.storage_offset() * base.element_size() + place.offset
             x = torch.empty(0, dtype=like.dtype)
