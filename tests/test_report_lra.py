@@ -4,11 +4,12 @@ import pytest
 
 from longspan import records
 from longspan.report import lra
+from longspan.report.published import ARENA_STEPS as STEPS
 
 
 def row(task="listops", method="yoso", seed=0, accuracy=0.37, **more):
     options = {"yoso": {"num_hashes": 32}, "nystrom": {"num_landmarks": 128}}.get(method, {})
-    steps = more.pop("steps", lra.STEPS[task.partition("-")[0]])
+    steps = more.pop("steps", STEPS[task.partition("-")[0]])
     recipe = {"length": 4096, "data": {"protocol": more.pop("protocol", "longspan")}}
     return {
         "kind": "training", "task": f"lra/{task}", "method": method, "options": options,
@@ -44,14 +45,23 @@ def test_protocols_methods_and_steps_are_kept_apart():
     assert line(text, "**nystrom-128**")[2] == "10.00 (1) †"
     assert line(text, "**window**")[1:3] == ["google", "37.00 (1) †"]
     assert line(text, "listops | softmax")[8] == "37.1 (+1.90)"
-    assert line(text, "listops | yoso-32 | longspan |  | 100")[6] == "20.00 (1)"
+    assert line(text, "listops | yoso-32 | longspan |  | 100")[6] == "20.00 (1) †"
 
 
 def test_more_steps_than_published_do_not_replace_more_seeds():
     rows = [row(seed=s, accuracy=a) for s, a in enumerate((0.36, 0.38))]
-    text = lra.markdown([row(steps=2 * lra.STEPS["listops"], accuracy=0.5), *rows])
+    text = lra.markdown([row(steps=2 * STEPS["listops"], accuracy=0.5), *rows])
     assert line(text, "**yoso-32**")[2] == "37.00 ± 1.41 (2)"
     assert line(text, "listops | yoso-32 | longspan |  | 10,000")[6] == "50.00 (1)"
+
+
+def test_short_inputs_stand_for_none_that_are_as_long_as_published():
+    short = {"length": 1024, "data": {"protocol": "longspan"}}
+    rows = [row("text", seed=s, accuracy=0.6, recipe=short) for s in range(3)]
+    assert line(lra.markdown(rows), "**yoso-32**")[3] == "60.00 ± 0.00 (3) †"
+    text = lra.markdown([*rows, row("text", steps=17_000, accuracy=0.5)])
+    assert line(text, "**yoso-32**")[3] == "50.00 (1) †"
+    assert line(text, "text | yoso-32 | longspan | length=1024")[6] == "60.00 ± 0.00 (3) †"
 
 
 def test_what_changes_the_time_alone_does_not_part_seeds():

@@ -17,14 +17,11 @@ from typing import Any, NamedTuple
 
 from longspan import records
 from longspan.report.published import ARENA as PUBLISHED
-from longspan.report.published import ARENA_STEPS as STEPS
 from longspan.report.published import ARENA_TASKS as TASKS
-from longspan.report.published import NAMED_BY, choices, nearness
+from longspan.report.published import NAMED_BY, choices, nearness, parts
 
 Row = Mapping[str, Any]
 EXTRA = "retrieval-wiki"
-LENGTHS = {"listops": 2_000, "text": 4_000, "retrieval": 4_000, "image": 1_024,
-           "pathfinder": 1_024}  # fmt: skip
 RUN = ("task", "method", "protocol", "settings", "steps", "seeds", "test", "validation",
        "published", "seconds", "at once", "machine")  # fmt: skip
 CHANCE = "the commonest class", (17.2, 50.0, 50.0, 10.0, 50.0)
@@ -47,17 +44,10 @@ class Group(NamedTuple):
         return [100 * row["metrics"]["test"]["accuracy"] for row in self.rows]
 
     @property
-    def nearness(self) -> tuple[float, int, bool]:
-        """To published runs."""
-        return nearness(self.task, self.steps, len(self.rows), self.settings)
-
-    @property
     def complete(self) -> bool:
         """Whether as much was read, in as many steps, and as much scored as in published runs."""
-        task = self.task.partition("-")[0]
-        recipe = self.rows[0]["recipe"]
-        whole = recipe["length"] >= LENGTHS[task] and not recipe["data"].get("evaluation_rows")
-        return whole and self.steps >= STEPS[task]
+        scored = not self.rows[0]["recipe"]["data"].get("evaluation_rows")
+        return scored and parts(self.rows[0]) == (1, 1)
 
 
 def name(row: Row) -> str:
@@ -78,11 +68,9 @@ def groups(rows: Iterable[Row]) -> list[Group]:
         if row.get("kind") != "training" or not task.startswith("lra/") or not _whole(row):
             continue
         recipe = row["recipe"]
-        short = recipe["length"] < LENGTHS[task.removeprefix("lra/").partition("-")[0]]
-        settings = f"{choices(row)} length={recipe['length']}".strip() if short else choices(row)
         key = (
             task.removeprefix("lra/"), name(row), row["method"], recipe["data"]["protocol"],
-            row["steps"], settings,
+            row["steps"], choices(row),
         )  # fmt: skip
         found.setdefault(key, {})[row["seed"]] = row
     made = [
@@ -142,7 +130,7 @@ def lines(rows: Iterable[Row]) -> list[str]:
     left_out = ("settings", "validation", "published", "machine")
     brief = [i for i, name in enumerate(RUN) if name not in left_out]
     return [
-        "Long Range Arena: test accuracy in percent (seeds); † fewer steps than published",
+        "Long Range Arena: test accuracy in % (seeds); † fewer steps or tokens than published",
         *_aligned([["", "protocol", *tasks], *ours, *theirs]),
         "",
         *_aligned([[line[i] for i in brief] for line in (RUN, *map(_run, found))]),
@@ -170,7 +158,7 @@ def _ours(found: Sequence[Group], tasks: Sequence[str]) -> list[list[str]]:
     best: dict[tuple[str, str], dict[str, Group]] = {}
     for group in found:
         line = best.setdefault((group.name, group.protocol), {})
-        if group.task not in line or group.nearness > line[group.task].nearness:
+        if group.task not in line or nearness(group.rows) > nearness(line[group.task].rows):
             line[group.task] = group
     lines = []
     for (label, protocol), line in best.items():
@@ -214,7 +202,7 @@ def _run(group: Group) -> list[str]:
     at_once = dict.fromkeys(str(row.get("side_by_side", 1)) for row in group.rows)
     return [
         group.task, group.name, group.protocol, group.settings, f"{group.steps:,}",
-        ", ".join(str(row["seed"]) for row in group.rows), _spread(group.accuracy),
+        ", ".join(str(row["seed"]) for row in group.rows), _cell(group),
         f"{mean(validation):.2f}", against, f"{mean(seconds):.0f}", ", ".join(at_once),
         ", ".join(machines),
     ]  # fmt: skip

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 # The option a method is usually named by: yoso-32, nystrom-128.
@@ -56,18 +55,38 @@ GLUE = {
 ARENA_TASKS = ("listops", "text", "retrieval", "image", "pathfinder")
 ARENA_STEPS = {"listops": 5_000, "text": 20_000, "retrieval": 30_000, "image": 35_000,
                "pathfinder": 62_400}  # fmt: skip
+ARENA_LENGTHS = {"listops": 2_000, "text": 4_000, "retrieval": 4_000, "image": 1_024,
+                 "pathfinder": 1_024}  # fmt: skip
 
 
-def nearness(task: str, steps: int, seeds: int, settings: str) -> tuple[float, int, bool]:
-    """Which of several groups of runs of a task is shown, the highest: that with the most steps up
-    to the published number, of these the one with the most seeds, and then that of the recipe."""
-    return min(steps, ARENA_STEPS.get(task.partition("-")[0], math.inf)), seeds, not settings
+def parts(row: Mapping[str, Any]) -> tuple[float, float]:
+    """Of the arena's inputs and steps, how much a run had: 1 is as much as published, or more.
+
+    Also where that is not known.
+    """
+    task = str(row["task"]).rpartition("/")[2].partition("-")[0]
+    length, steps = (row.get("recipe") or {}).get("length"), row.get("steps")
+
+    def part(had: float | None, published: float | None) -> float:
+        return min(1.0, had / published) if had and published else 1.0
+
+    return part(length, ARENA_LENGTHS.get(task)), part(steps, ARENA_STEPS.get(task))
+
+
+def nearness(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[float, float], int, bool]:
+    """Which of several groups of runs of a task is shown, the highest: that with the longest inputs
+    and then the most steps, up to what is published, of these the one with the most seeds, and
+    then that of the recipe."""
+    return parts(rows[0]), len(rows), not choices(rows[0])
 
 
 def choices(row: Mapping[str, Any]) -> str:
-    """The settings of a run, but for those that change its time alone."""
+    """The settings of a run, but for those that change its time alone; shorter inputs, too."""
+    short = parts(row)[0] < 1
+    left_out = ("graph", "compile", "length") if short else ("graph", "compile")
     words = str(row.get("settings") or "").split()
-    return " ".join(word for word in words if word.partition("=")[0] not in ("graph", "compile"))
+    words = [word for word in words if word.partition("=")[0] not in left_out]
+    return " ".join([*words, *([f"length={row['recipe']['length']}"] if short else [])])
 
 
 class Published(NamedTuple):

@@ -56,10 +56,10 @@ def _longest(rows: Rows) -> list[Mapping[str, Any]]:
         same = found.setdefault((_name(row), _protocol(row), _task(row)), {})
         same.setdefault(group, {})[row.get("seed")] = row
     chosen: list[Mapping[str, Any]] = []
-    for (_, _, task), same in found.items():
+    for same in found.values():
         ranked = [
-            (published.nearness(task, steps, len(seeds), settings), i, seeds)
-            for i, ((steps, settings), seeds) in enumerate(same.items())
+            (published.nearness([*seeds.values()]), i, seeds)
+            for i, seeds in enumerate(same.values())
         ]
         chosen += max(ranked, key=lambda x: x[:2])[2].values()
     return chosen
@@ -116,7 +116,8 @@ def _arena(rows: Rows, prefix: str) -> list[Section]:
         Section(
             "Long Range Arena",
             "Accuracy in percent, the median over seeds and its range; the average is over the "
-            "five tasks. † fewer steps than in published runs, which are of the arena's own data.",
+            "five tasks. † fewer steps or tokens than in published runs, which are of the "
+            "arena's own data.",
             _seeds(rows, tasks, prefix),
             [Table(["method", "source", *tasks, "average"], lines)],
         )
@@ -124,9 +125,8 @@ def _arena(rows: Rows, prefix: str) -> list[Section]:
 
 
 def _short(row: Mapping[str, Any]) -> bool:
-    """Whether a run had fewer steps than published ones, as far as that can be told."""
-    wanted = published.ARENA_STEPS.get(_task(row))
-    return wanted is not None and row.get("steps") is not None and row["steps"] < wanted
+    """Whether a run had less to read than published ones, as far as that can be told."""
+    return published.parts(row) != (1, 1)
 
 
 def _seeds(rows: Rows, tasks: list[str], prefix: str) -> list[Chart]:
