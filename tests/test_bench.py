@@ -1,4 +1,5 @@
 import time
+from itertools import product
 
 import pytest
 import torch
@@ -168,6 +169,20 @@ def test_gpu_keys_differ():
     assert "yoso fused num_hashes=32 hash_bits=12, d=128, n=4096, spread, forward" in keys
     assert any("backward_hashes=8" in key for key in keys)
     assert {"clustered", "one-key", "one-vector"} <= {key.split(", ")[3] for key in keys}
+
+
+def test_gpu_rows_are_a_whole_grid():
+    found = {
+        (*group, c.name, c.case.inputs) for group in gpu.groups() for c in gpu.contenders(*group)
+    }
+    for head_dim, exponent, mode in product((64, 128), range(9, 18), MODES):
+        here = head_dim, 2**exponent, mode
+        assert {(*here, f"softmax {name}", "spread") for name in ("cuDNN", "flash")} <= found
+        for hashes, inputs in product((16, 32), ("spread", "clustered")):
+            assert (*here, f"yoso fused num_hashes={hashes} hash_bits=8", inputs) in found
+        for hashes in (16, 32):
+            bits = min(exponent, 16)
+            assert (*here, f"yoso fused num_hashes={hashes} hash_bits={bits}", "spread") in found
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ from longspan.bench.cases import MODES, Case
 from longspan.bench.measure import graphed, measure, peak_bytes, timing_row
 
 LENGTHS = tuple(512 << i for i in range(9))
-FEW = (4096, 16384, 65536)  # lengths of the settings beside the main one: 64 channels, 8 bits
+FEW = (4096, 16384, 65536)  # lengths with inputs of one bucket, and fewer hashes backward
+HEAD_DIMS = (64, 128)
+MOST_BITS = 16  # of a hash
 REFERENCE = (512, 2048, 8192)  # plain torch takes long
 TOKEN_HEADS = 1 << 18
 SECONDS = 1.0  # of rounds for one group
@@ -65,9 +68,8 @@ class Contender:
 
 
 def groups() -> list[Group]:
-    """Every length with 64 channels, a few with 128; what is in one group is interleaved."""
-    sizes = [(64, length) for length in LENGTHS] + [(128, length) for length in FEW]
-    return [(head_dim, length, mode) for head_dim, length in sizes for mode in MODES]
+    """What is in one group is interleaved."""
+    return list(product(HEAD_DIMS, LENGTHS, MODES))
 
 
 def contenders(head_dim: int, length: int, mode: str) -> Iterator[Contender]:
@@ -99,16 +101,14 @@ def contenders(head_dim: int, length: int, mode: str) -> Iterator[Contender]:
         yield replace(yoso(32), graph=True)
     if head_dim == 64 and length in REFERENCE:
         yield yoso(32, impl="reference")
-    if length in FEW:
-        yield yoso(16, length.bit_length() - 1)
-        yield yoso(32, length.bit_length() - 1)
-        if head_dim == 64 and mode == "forward+backward":
+    for num_hashes in (16, 32):
+        yield yoso(num_hashes, min(length.bit_length() - 1, MOST_BITS))
+        yield yoso(num_hashes, inputs="clustered")
+    if head_dim == 64 and length in FEW:
+        if mode == "forward+backward":
             yield yoso(32, backward_hashes=8)
-        yield yoso(16, inputs="clustered")
-        yield yoso(32, inputs="clustered")
-        if head_dim == 64:
-            yield yoso(32, inputs="one-key")
-            yield yoso(32, inputs="one-vector")
+        yield yoso(32, inputs="one-key")
+        yield yoso(32, inputs="one-vector")
 
 
 def run(

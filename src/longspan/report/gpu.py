@@ -50,7 +50,8 @@ def setting(row: Row) -> str:
         return str(row["name"])
     words = [f"yoso {options['num_hashes']}"]
     if options["hash_bits"] != 8:
-        words.append("log2 n bits" if 1 << options["hash_bits"] == row["length"] else "other bits")
+        most = min(row["length"], 1 << 16)
+        words.append("log2 n bits" if 1 << options["hash_bits"] == most else "other bits")
     if "backward_hashes" in options:
         words.append(f"backward_hashes={options['backward_hashes']}")
     if options["impl"] == "reference":
@@ -71,8 +72,8 @@ def markdown(rows: Iterable[Row]) -> str:
         f"torch {stamp['torch']}, {rows[0]['dtype']}, {stamp['time'][:10]}. Made from the rows "
         "beside this file by `python -m longspan.report.gpu`; `make bench-gpu` measures them.",
         "`yoso 32` is 32 hashes of 8 bits through the fused kernels, with `log2 n bits` of that "
-        "many instead; `reference` is plain torch, timed at a few lengths only since it is slow. "
-        "Every length has 2^18 token-heads, and at least eight heads.",
+        "many instead, but no more than 16; `reference` is plain torch, timed at a few lengths "
+        "only since it is slow. Every length has 2^18 token-heads, and at least eight heads.",
         "`graph` is a call captured once and replayed, which leaves the host out."
         if any(row.get("graph") for row in rows)
         else "",
