@@ -38,11 +38,14 @@ class Driver:
         return 0, 1
 
     def cuGraphCreate(self, flags):
-        self.live.add("graph")
-        return self._result(), "graph"
+        graph = f"graph {len(self.live)}"
+        self.live.add(graph)
+        self.graphs.clear()
+        return self._result(), graph
 
     def cuGraphAddKernelNode(self, graph, before, count, parameters):
-        assert (graph, before) == ("graph", [len(self.graphs) - 1] if self.graphs else [])
+        assert graph == f"graph {len(self.live) - 1}"
+        assert before == ([len(self.graphs) - 1] if self.graphs else [])
         assert count == len(before)
         self.graphs.append(None)
         self._tell(len(self.graphs) - 1, parameters)
@@ -165,7 +168,7 @@ def test_a_chain_is_told_of_addresses_that_changed(use):
         ("told", 1),
         ("graph", 5, *nodes(4000, 5008)),
     ]
-    assert driver.live == {"graph", "runs"}
+    assert driver.live == {"graph 0", "runs"}
     del chain
     gc.collect()
     assert not driver.live
@@ -209,10 +212,19 @@ def test_a_chain_that_fails_says_which_and_is_told_again(use):
     chain(None, [3000, 4000])
     assert driver.given == [("told", 1), ("told", 1), ("graph", 5, *nodes(3000, 4008))]
     assert driver.entered == entered + 1
-    use(Driver(None, None, "CUDA_ERROR_NOT_SUPPORTED"))
-    message = "hash.codes, rows.finish could not be made a graph: CUDA_ERROR_NOT_SUPPORTED"
+
+
+def test_a_chain_that_cannot_be_made_says_which_and_is_made_anew(use):
+    driver, chain = use(Driver(None, None, "CUDA_ERROR_OUT_OF_MEMORY")), Chain(two())
+    message = "hash.codes, rows.finish could not be made a graph: CUDA_ERROR_OUT_OF_MEMORY"
     with pytest.raises(RuntimeError, match=message):
-        Chain(two())(None, [1000, 2000])
+        chain(None, [1000, 2000])
+    chain(None, [3000, 2000])
+    assert driver.given == [("graph", 5, *nodes(3000, 2008))]
+    assert driver.live == {"graph 0", "graph 1", "runs"}
+    del chain
+    gc.collect()
+    assert not driver.live
 
 
 @pytest.mark.parametrize("count", [1, 2])

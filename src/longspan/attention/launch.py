@@ -100,8 +100,8 @@ class Chain:
 
     def __init__(self, launches: Sequence[Again]) -> None:
         self.launches = launches
-        self.nodes: list[tuple[Any, Any]] = []  # with parameters
-        self.told: list[list[int]] = []  # what each node has in its slots
+        self.nodes: list[tuple[Any, Any]]  # with parameters
+        self.told: list[list[int]]  # what each node has in its slots
         self.name = ", ".join(launch.run.name for launch in launches)
         self.graph: Any = None
 
@@ -117,6 +117,7 @@ class Chain:
 
     def _build(self, addresses: Sequence[int]) -> None:
         enter(torch._C._cuda_getDevice())
+        self.nodes, self.told = [], []
         graph = self._made(driver().cuGraphCreate(0))
         weakref.finalize(self, driver().cuGraphDestroy, graph).atexit = False
         for launch in self.launches:
