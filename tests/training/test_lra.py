@@ -209,10 +209,10 @@ def test_arena_says_what_it_cannot_run(tmp_path):
 
 
 def test_steps_are_those_the_report_calls_published():
-    from longspan.report import lra as report
+    from longspan.report import published
 
-    assert report.STEPS == lra.STEPS
-    for name, length in report.LENGTHS.items():
+    assert published.ARENA_STEPS == lra.STEPS
+    for name, length in published.ARENA_LENGTHS.items():
         assert SETS[name].length == length
 
 
