@@ -144,6 +144,15 @@ def test_a_kernel_is_allowed_its_shared_memory_once(use, monkeypatch):
         run("another", 7, 1024, 1, 2, 3, 4, shared=1 << 16)
 
 
+def test_a_kernel_that_cannot_be_loaded_says_which(use, monkeypatch):
+    error = SimpleNamespace(name="CUDA_ERROR_NO_BINARY_FOR_GPU")
+    use(Driver()).cuKernelGetFunction = lambda kernel: (error, None)
+    monkeypatch.setattr(nvrtc, "_load", lambda *_: SimpleNamespace(handle=11))
+    run = nvrtc.launcher(Path("codes.cu"))
+    with pytest.raises(RuntimeError, match=f"codes.lists could not be loaded: {error.name}"):
+        run("lists", 7, 1024, 1, 2, 3, 4)
+
+
 def two():
     """Two launches: the first on base 0, the second 8 bytes behind base 1."""
     first = Launch("hash.codes", 11, 4, 256).again(7, [Place(0, 0, None), *ARGUMENTS])

@@ -81,8 +81,10 @@ def launcher(source: Path, **defines: object) -> Callable[..., None]:
             enter(device)
             if shared:
                 _allow(kernel, shared, device)
-            _, function = driver().cuKernelGetFunction(kernel)
             name = f"{source.stem}.{name}"
+            error, function = driver().cuKernelGetFunction(kernel)
+            if error:
+                raise RuntimeError(f"{name} could not be loaded: {error.name}")
             found = known[mine] = Launch(name, int(function), len(arguments), block, shared)
         found(grid, arguments)
         tape.note(found, grid, arguments)

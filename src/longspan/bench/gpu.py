@@ -27,13 +27,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from longspan import records
+from longspan.attention.yoso.api import MAX_HASH_BITS
 from longspan.bench.cases import MODES, Case
 from longspan.bench.measure import graphed, measure, peak_bytes, timing_row
 
 LENGTHS = tuple(512 << i for i in range(9))
 FEW = (4096, 16384, 65536)  # lengths with inputs of one bucket, and fewer hashes backward
 HEAD_DIMS = (64, 128)
-MOST_BITS = 16  # of a hash
 REFERENCE = (512, 2048, 8192)  # plain torch takes long
 TOKEN_HEADS = 1 << 18
 SECONDS = 1.0  # of rounds for one group
@@ -102,7 +102,7 @@ def contenders(head_dim: int, length: int, mode: str) -> Iterator[Contender]:
     if head_dim == 64 and length in REFERENCE:
         yield yoso(32, impl="reference")
     for num_hashes in (16, 32):
-        yield yoso(num_hashes, min(length.bit_length() - 1, MOST_BITS))
+        yield yoso(num_hashes, min(length.bit_length() - 1, MAX_HASH_BITS))
         yield yoso(num_hashes, inputs="clustered")
     if head_dim == 64 and length in FEW:
         if mode == "forward+backward":

@@ -60,10 +60,7 @@ ARENA_LENGTHS = {"listops": 2_000, "text": 4_000, "retrieval": 4_000, "image": 1
 
 
 def parts(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Of the arena's inputs and steps, how much a run had: 1 is as much as published, or more.
-
-    Also where that is not known.
-    """
+    """How much of the published inputs and steps a run had, at most 1; 1 where nothing is known."""
     task = str(row["task"]).rpartition("/")[2].partition("-")[0]
     length, steps = (row.get("recipe") or {}).get("length"), row.get("steps")
 
