@@ -31,6 +31,8 @@ SOURCES = [
     (verbs_backward.OUTER, dict(W=64, INDEX="uint32_t", LIGHT=64)),
     (verbs_backward.OUTER, dict(W=64, INDEX="uint32_t", LIGHT=0)),
     (verbs_backward.OUTER, dict(W=128, INDEX="uint32_t", LIGHT=0)),
+    (verbs_backward.OUTER, dict(W=128, INDEX="uint16_t", LIGHT=48)),
+    (verbs_backward.OUTER, dict(W=128, INDEX="uint32_t", LIGHT=64)),
     (verbs.WALK, dict(D=64, E=64, BITS=12, X="BF16", INDEX="uint16_t")),
     (verbs.WALK, dict(D=256, E=80, BITS=3, X="F32", INDEX="uint32_t")),
 ]
