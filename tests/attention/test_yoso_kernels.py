@@ -277,6 +277,8 @@ SHAPES = {
     "walked": dict(queries=400, keys=300, channels=64, value_channels=40, hash_bits=9),
     "walked-wide": dict(queries=400, channels=128, hash_bits=11),
     "wide": dict(queries=700, channels=128, value_channels=96, hash_bits=6),
+    "wide-many-pairs": dict(queries=5000, keys=4000, channels=128, hash_bits=7),
+    "wide-tables": dict(queries=3000, channels=96, value_channels=128, hash_bits=5),
     "widest": dict(queries=700, channels=256, hash_bits=6),
     "narrow": dict(queries=700, channels=16, hash_bits=4),
 }

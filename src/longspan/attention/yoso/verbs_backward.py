@@ -196,7 +196,8 @@ def outer(
         if columns == 64:
             launch(few)("outer_both", tables + blocks, 32, *sides, *large, tables, *from_queue)
             return
-        launch(few)("outer_pairs", blocks, columns // 2, *sides, *from_queue, shared=8 * columns * few)
+        room = 8 * columns * few  # bytes, as pairs.cuh has it: rows of two buckets
+        launch(few)("outer_pairs", blocks, columns // 2, *sides, *from_queue, shared=room)
     if in_phases:
         store = torch.empty(kept, dtype=torch.uint8, device=q_order.device)
         order = q_most.new_empty(1 + 2 * groups * (1 + a_head))
