@@ -63,10 +63,21 @@ def both_passes(q, k, v, g, mask, hashes, bits, hashing="gaussian", gradient="su
         (dict(queries=150, channels=64), 2, 2, "outer_both"),
         (dict(queries=600, channels=16), 2, 2, "outer_tables"),
         (dict(queries=60, channels=64), 3, 7, "walk_outer"),
-        (dict(queries=40, channels=80, value_channels=128), 2, 3, "outer_tables"),
+        (dict(queries=70, keys=50, channels=80, value_channels=128), 5, 3, "outer_pairs"),
+        (dict(queries=150, channels=128), 2, 2, "outer_pairs"),
+        (dict(queries=300, channels=80, value_channels=128), 2, 2, "outer_tables"),
         (dict(queries=12, keys=90, channels=16), 2, 3, "walk_gather"),
     ],
-    ids=["pairs-cross-odd", "pairs-and-tables", "tables", "walked", "wide", "few-queries"],
+    ids=[
+        "pairs-cross-odd",
+        "pairs-and-tables",
+        "tables",
+        "walked",
+        "wide-pairs-cross-odd",
+        "wide-pairs-and-tables",
+        "wide-tables",
+        "few-queries",
+    ],
 )
 def test_both_passes(shape, hashes, bits, kernel, masked, launched):
     q, k, v = qkv(batch=1, heads=2, **shape, dtype=torch.bfloat16)

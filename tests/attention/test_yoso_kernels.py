@@ -31,6 +31,8 @@ SOURCES = [
     (verbs_backward.OUTER, dict(W=64, INDEX="uint32_t", LIGHT=64)),
     (verbs_backward.OUTER, dict(W=64, INDEX="uint32_t", LIGHT=0)),
     (verbs_backward.OUTER, dict(W=128, INDEX="uint32_t", LIGHT=0)),
+    (verbs_backward.OUTER, dict(W=128, INDEX="uint16_t", LIGHT=48)),
+    (verbs_backward.OUTER, dict(W=128, INDEX="uint32_t", LIGHT=64)),
     (verbs.WALK, dict(D=64, E=64, BITS=12, X="BF16", INDEX="uint16_t")),
     (verbs.WALK, dict(D=256, E=80, BITS=3, X="F32", INDEX="uint32_t")),
 ]
@@ -275,6 +277,8 @@ SHAPES = {
     "walked": dict(queries=400, keys=300, channels=64, value_channels=40, hash_bits=9),
     "walked-wide": dict(queries=400, channels=128, hash_bits=11),
     "wide": dict(queries=700, channels=128, value_channels=96, hash_bits=6),
+    "wide-many-pairs": dict(queries=5000, keys=4000, channels=128, hash_bits=7),
+    "wide-tables": dict(queries=3000, channels=96, value_channels=128, hash_bits=5),
     "widest": dict(queries=700, channels=256, hash_bits=6),
     "narrow": dict(queries=700, channels=16, hash_bits=4),
 }

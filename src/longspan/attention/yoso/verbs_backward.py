@@ -172,7 +172,7 @@ def outer(
     a_head = used * -(-buckets // run)  # runs
     kept = 2 * a_head * run * 2 * columns**2  # bytes of the tables of two sides of a head
     few, many = FEW_ROWS[most >= 32 << bits], 8 * most >> bits
-    in_pairs = small and most < few << bits
+    in_pairs = not walked and most < few << bits
     # In phases where the cache has no room for rows and sums of a side, if there is work for all.
     in_phases = small and 8 * columns * most > cache
     in_phases = in_phases and not in_pairs and a_head >= MANY_RUNS // 4 and kept <= sums[1].nbytes
@@ -185,26 +185,27 @@ def outer(
         above, each = (many, many), 4
     tables = 2 * groups * used * -(-buckets // (run * each))
     launch = functools.partial(_outer, columns, q_order.dtype)
-    arguments = (
-        *rows, q_order, k_order, q_first, k_first, *sums, queries, keys, hashes, used, buckets, run,
+    sides = (
+        *rows, q_order, k_order, q_first, k_first, *sums, queries, keys, hashes, used, buckets,
     )  # fmt: skip
-    large = each, q_most, k_most, *above
+    large = run, each, q_most, k_most, *above
     if in_pairs:
         lengths = [min(32, max(2, (x << bits) // most)) for x in QUEUE_TOKENS]
-        blocks = tables + min(_places(q_order.device), groups * used * -(-buckets // lengths[1]))
-        launch(few)(
-            "outer_both", blocks, 32, *arguments, *large, tables, groups, -(-groups // LATE),
-            *lengths, queue,
-        )  # fmt: skip
-        return
+        blocks = min(_places(q_order.device), groups * used * -(-buckets // lengths[1]))
+        from_queue = groups, -(-groups // LATE), *lengths, queue
+        if columns == 64:
+            launch(few)("outer_both", tables + blocks, 32, *sides, *large, tables, *from_queue)
+            return
+        room = 8 * columns * few  # bytes, as pairs.cuh has it: rows of two buckets
+        launch(few)("outer_pairs", blocks, columns // 2, *sides, *from_queue, shared=room)
     if in_phases:
         store = torch.empty(kept, dtype=torch.uint8, device=q_order.device)
         order = q_most.new_empty(1 + 2 * groups * (1 + a_head))
         launch(0)("clear", -(-order.numel() // 256), 256, order, order.numel())
         launch(0)(
-            "outer_phased", 4 * groups * a_head, 32, *arguments, many, store, order, 2 * groups
+            "outer_phased", 4 * groups * a_head, 32, *sides, run, many, store, order, 2 * groups
         )
-    launch(0)("outer_tables", tables, 32 if columns == 64 else 128, *arguments, *large)
+    launch(0)("outer_tables", tables, 32 if columns == 64 else 128, *sides, *large)
 
 
 def true_gradient(

@@ -349,6 +349,7 @@ extern "C" __global__ void __launch_bounds__(256) clear(uint32_t* x, int64_t cou
 #else
 #include "pairs.cuh"
 
+#if W == 64
 // Where few buckets are left to tables: they take long and come first, and pairs fill what they leave idle.
 extern "C" __global__ void __launch_bounds__(32, PER_SM)
     outer_both(SIDES, int64_t length, int64_t each, const uint32_t* q_most, const uint32_t* k_most,
@@ -360,4 +361,12 @@ extern "C" __global__ void __launch_bounds__(32, PER_SM)
   else
     run_pairs(memory, queue, BOTH, heads, late, pairs_length, short_length);
 }
+#else
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 192 / LIGHT)
+    outer_pairs(SIDES, int64_t heads, int64_t late, int64_t length, int64_t short_length,
+                uint32_t* queue) {
+  extern __shared__ __align__(128) char near[];
+  run_pairs(near, queue, BOTH, heads, late, length, short_length);
+}
+#endif
 #endif

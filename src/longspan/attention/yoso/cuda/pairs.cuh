@@ -1,4 +1,6 @@
-// Part of outer.cu: buckets of up to LIGHT queries and keys, S = ĝ v̂ᵀ, dQ = S K, dK = Sᵀ Q.
+// Part of outer.cu: buckets of up to LIGHT queries and keys, S = ĝ v̂ᵀ, dQ = S K, dK = Sᵀ Q. Each warp of
+// a block has 64 columns of dQ and dK; all of them compute S.
+constexpr int WARPS = W / 64, OWN = NT / WARPS;  // OWN: tiles of a row of a warp's columns
 constexpr int TILES = LIGHT / 16;
 constexpr int RING = 2 * TILES, HALF = 16 * W * 2, PAIR_SLOT = 2 * HALF;  // bytes of 16 rows
 
@@ -8,19 +10,24 @@ struct Bucket {
   uint32_t q_token[2], k_token[2];  // of lane and of lane + 32
 };
 
+__device__ inline void sync_pairs() {
+  if (WARPS == 1) __syncwarp();
+  else __syncthreads();
+}
+
 __device__ inline uint32_t ring_slot(uint32_t shared, int i) {
   return shared + (i < RING ? i : i - RING) * PAIR_SLOT;
 }
 
 template <int QT>
 __device__ inline void pairs(uint32_t shared, int at, const Bucket& bucket, char* dq, char* dk) {
-  const int lane = threadIdx.x, g = lane / 4;
+  const int lane = threadIdx.x % 32, g = lane / 4, own = threadIdx.x / 32 * OWN;
   const int row = lane % 16, piece = lane / 16, b_row = lane % 8 + lane / 16 * 8,
             b_piece = lane / 8 % 2, k_at = at + QT;
   uint32_t q_slot[QT];
 #pragma unroll
   for (int qt = 0; qt < QT; qt++) q_slot[qt] = ring_slot(shared, at + qt);
-  float to_q[QT][NT][4] = {};
+  float to_q[QT][OWN][4] = {};
 #pragma unroll 1
   for (int kt = 0; kt * 16 < bucket.k_count; kt++) {
     const uint32_t k_slot = ring_slot(shared, k_at + kt);
@@ -28,7 +35,7 @@ __device__ inline void pairs(uint32_t shared, int at, const Bucket& bucket, char
 #pragma unroll
     for (int s = 0; s < NT / 2; s++)
       load_matrix<false>(k_slot + place<W / 8>(b_row, 2 * s + b_piece), v[s]);
-    float to_k[NT][4];
+    float to_k[OWN][4];
 #pragma unroll
     for (int qt = 0; qt < QT; qt++) {
       float score[2][4];
@@ -43,16 +50,16 @@ __device__ inline void pairs(uint32_t shared, int at, const Bucket& bucket, char
                              pack(score[1][0], score[1][1]), pack(score[1][2], score[1][3])};
       const uint32_t turned[4] = {turn(a[0]), turn(a[2]), turn(a[1]), turn(a[3])};
 #pragma unroll
-      for (int j = 0; j < NT; j += 2) {
+      for (int j = 0; j < OWN; j += 2) {
         uint32_t b[4];
-        load_matrix<true>(k_slot + HALF + place<W / 8>(row, j + piece), b);
+        load_matrix<true>(k_slot + HALF + place<W / 8>(row, own + j + piece), b);
         multiply<F16>(to_q[qt][j], a, b[0], b[1], false);
         multiply<F16>(to_q[qt][j + 1], a, b[2], b[3], false);
       }
 #pragma unroll
-      for (int j = 0; j < NT; j += 2) {
+      for (int j = 0; j < OWN; j += 2) {
         uint32_t b[4];
-        load_matrix<true>(q_slot[qt] + HALF + place<W / 8>(row, j + piece), b);
+        load_matrix<true>(q_slot[qt] + HALF + place<W / 8>(row, own + j + piece), b);
         multiply<F16>(to_k[j], turned, b[0], b[1], qt == 0);
         multiply<F16>(to_k[j + 1], turned, b[2], b[3], qt == 0);
       }
@@ -61,7 +68,7 @@ __device__ inline void pairs(uint32_t shared, int at, const Bucket& bucket, char
     for (int half = 0; half < 2; half++) {
       const int r = kt * 16 + g + 8 * half;
       const uint32_t token = __shfl_sync(~0u, kt < 2 ? bucket.k_token[0] : bucket.k_token[1], r);
-      if (r < bucket.k_count) add_row<NT>(dk, token, to_k, half);
+      if (r < bucket.k_count) add_row<OWN>(dk, token, to_k, half);
     }
   }
 #pragma unroll
@@ -70,22 +77,23 @@ __device__ inline void pairs(uint32_t shared, int at, const Bucket& bucket, char
     for (int half = 0; half < 2; half++) {
       const int r = qt * 16 + g + 8 * half;
       const uint32_t token = __shfl_sync(~0u, bucket.q_token[qt / 2], r);
-      if (r < bucket.q_count) add_row<NT>(dq, token, to_q[qt], half);
+      if (r < bucket.q_count) add_row<OWN>(dq, token, to_q[qt], half);
     }
 }
 
-// A warp takes runs of buckets from a queue, which is how many were taken, and goes from the last bucket
+// A block takes runs of buckets from a queue, which is how many were taken, and goes from the last bucket
 // of one to the first of the next without a pause: runs of `length`, and of `short_length` in the last
-// `late` heads, so that all warps end together.
+// `late` heads, so that all blocks end together.
 __device__ void run_pairs(char* memory, uint32_t* queue, const Sides& both, int64_t heads, int64_t late,
                           int64_t length, int64_t short_length) {
-  const int lane = threadIdx.x, t = lane % 4;
+  __shared__ uint32_t told;  // to all warps: the run that they take
+  const int lane = threadIdx.x % 32, t = lane % 4;
   const uint32_t used = (uint32_t)both.used, early = (uint32_t)(heads - late);
   const uint32_t long_runs = (uint32_t)((both.buckets + length - 1) / length);  // of a hash
   const uint32_t short_runs = (uint32_t)((both.buckets + short_length - 1) / short_length);
   const uint32_t longs = early * used * long_runs, tasks = longs + (uint32_t)late * used * short_runs;
   const uint32_t shared = (uint32_t)__cvta_generic_to_shared(memory);
-  uint32_t ticket = lane == 0 ? atomicAdd(queue, 1) : 0;  // of the run after this one
+  uint32_t ticket = threadIdx.x == 0 ? atomicAdd(queue, 1) : 0;  // of the run after this one
   uint32_t bh = 0, live = 0, my_q = 0, my_k = 0;  // of this one: a lane a bucket, where it begins
   int my_q_count = 0, my_k_count = 0;             // and how many tokens it has
   const INDEX *q_list = nullptr, *k_list = nullptr;
@@ -93,9 +101,15 @@ __device__ void run_pairs(char* memory, uint32_t* queue, const Sides& both, int6
   auto next = [&]() {  // the next bucket and its tokens; no slots at the end
     Bucket b{};
     while (!live) {
-      const uint32_t task = __shfl_sync(~0u, ticket, 0);
+      uint32_t task = __shfl_sync(~0u, ticket, 0);
+      if (WARPS > 1) {
+        if (threadIdx.x == 0) told = task;
+        __syncthreads();
+        task = told;
+        __syncthreads();
+      }
       if (task >= tasks) return b;
-      if (lane == 0) ticket = atomicAdd(queue, 1);
+      if (threadIdx.x == 0) ticket = atomicAdd(queue, 1);
       const bool is_long = task < longs;
       const uint32_t at = is_long ? task : task - longs, runs = is_long ? long_runs : short_runs;
       const int count = (int)(is_long ? length : short_length), mine = at % runs * count + lane;
@@ -132,12 +146,12 @@ __device__ void run_pairs(char* memory, uint32_t* queue, const Sides& both, int6
       const uint32_t slot = ring_slot(shared, at + tile);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const int row = i * 4 + lane / 8, piece = lane % 8;
+        const int row = i * 4 + threadIdx.x / (W / 8), piece = threadIdx.x % (W / 8);
         const uint32_t token = __shfl_sync(~0u, tokens[tile / 2], tile * 16 + row);
         const char* from = rows + (int64_t)token * (4 * W) + piece * 16;
         const int bytes = tile * 16 + row < count ? 16 : 0;
-        copy16(slot + place<8>(row, piece), from, bytes);
-        copy16(slot + HALF + place<8>(row, piece), from + 2 * W, bytes);
+        copy16(slot + place<W / 8>(row, piece), from, bytes);
+        copy16(slot + HALF + place<W / 8>(row, piece), from + 2 * W, bytes);
       }
     }
   };
@@ -160,15 +174,15 @@ __device__ void run_pairs(char* memory, uint32_t* queue, const Sides& both, int6
     } else {
       wait_for_copies<0>();
     }
-    __syncwarp();
-    const int q_tiles = (now.q_count + 15) / 16;
-    char* dq = both.dq + (int64_t)now.bh * both.queries * (2 * W) + t * 16;
-    char* dk = both.dk + (int64_t)now.bh * both.keys * (2 * W) + t * 16;
+    sync_pairs();
+    const int q_tiles = (now.q_count + 15) / 16, mine = threadIdx.x / 32 * 128 + t * 16;
+    char* dq = both.dq + (int64_t)now.bh * both.queries * (2 * W) + mine;
+    char* dk = both.dk + (int64_t)now.bh * both.keys * (2 * W) + mine;
     if (q_tiles == 1) pairs<1>(shared, at, now, dq, dk);
     else if (q_tiles == 2) pairs<2>(shared, at, now, dq, dk);
     else if (q_tiles == 3) pairs<3>(shared, at, now, dq, dk);
     else pairs<TILES>(shared, at, now, dq, dk);
-    __syncwarp();
+    sync_pairs();
     if (!fits) fetch(soon, then);
     now = soon;
     soon = later;
