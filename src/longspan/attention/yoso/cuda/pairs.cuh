@@ -21,7 +21,8 @@ __device__ inline uint32_t ring_slot(uint32_t shared, int i) {
 
 template <int QT>
 __device__ inline void pairs(uint32_t shared, int at, const Bucket& bucket, char* dq, char* dk) {
-  const int lane = threadIdx.x % 32, g = lane / 4, own = threadIdx.x / 32 * OWN;
+  const int thread = threadIdx.x, warp = WARPS == 1 ? 0 : thread / 32, lane = thread - 32 * warp;
+  const int g = lane / 4, own = warp * OWN;
   const int row = lane % 16, piece = lane / 16, b_row = lane % 8 + lane / 16 * 8,
             b_piece = lane / 8 % 2, k_at = at + QT;
   uint32_t q_slot[QT];
@@ -87,13 +88,14 @@ __device__ inline void pairs(uint32_t shared, int at, const Bucket& bucket, char
 __device__ void run_pairs(char* memory, uint32_t* queue, const Sides& both, int64_t heads, int64_t late,
                           int64_t length, int64_t short_length) {
   __shared__ uint32_t told;  // to all warps: the run that they take
-  const int lane = threadIdx.x % 32, t = lane % 4;
+  const int thread = threadIdx.x, warp = WARPS == 1 ? 0 : thread / 32, lane = thread - 32 * warp;
+  const int t = lane % 4;
   const uint32_t used = (uint32_t)both.used, early = (uint32_t)(heads - late);
   const uint32_t long_runs = (uint32_t)((both.buckets + length - 1) / length);  // of a hash
   const uint32_t short_runs = (uint32_t)((both.buckets + short_length - 1) / short_length);
   const uint32_t longs = early * used * long_runs, tasks = longs + (uint32_t)late * used * short_runs;
   const uint32_t shared = (uint32_t)__cvta_generic_to_shared(memory);
-  uint32_t ticket = threadIdx.x == 0 ? atomicAdd(queue, 1) : 0;  // of the run after this one
+  uint32_t ticket = thread == 0 ? atomicAdd(queue, 1) : 0;  // of the run after this one
   uint32_t bh = 0, live = 0, my_q = 0, my_k = 0;  // of this one: a lane a bucket, where it begins
   int my_q_count = 0, my_k_count = 0;             // and how many tokens it has
   const INDEX *q_list = nullptr, *k_list = nullptr;
@@ -103,13 +105,13 @@ __device__ void run_pairs(char* memory, uint32_t* queue, const Sides& both, int6
     while (!live) {
       uint32_t task = __shfl_sync(~0u, ticket, 0);
       if (WARPS > 1) {
-        if (threadIdx.x == 0) told = task;
+        if (thread == 0) told = task;
         __syncthreads();
         task = told;
         __syncthreads();
       }
       if (task >= tasks) return b;
-      if (threadIdx.x == 0) ticket = atomicAdd(queue, 1);
+      if (thread == 0) ticket = atomicAdd(queue, 1);
       const bool is_long = task < longs;
       const uint32_t at = is_long ? task : task - longs, runs = is_long ? long_runs : short_runs;
       const int count = (int)(is_long ? length : short_length), mine = at % runs * count + lane;
@@ -146,7 +148,7 @@ __device__ void run_pairs(char* memory, uint32_t* queue, const Sides& both, int6
       const uint32_t slot = ring_slot(shared, at + tile);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const int row = i * 4 + threadIdx.x / (W / 8), piece = threadIdx.x % (W / 8);
+        const int row = i * 4 + thread / (W / 8), piece = thread % (W / 8);
         const uint32_t token = __shfl_sync(~0u, tokens[tile / 2], tile * 16 + row);
         const char* from = rows + (int64_t)token * (4 * W) + piece * 16;
         const int bytes = tile * 16 + row < count ? 16 : 0;
@@ -175,7 +177,7 @@ __device__ void run_pairs(char* memory, uint32_t* queue, const Sides& both, int6
       wait_for_copies<0>();
     }
     sync_pairs();
-    const int q_tiles = (now.q_count + 15) / 16, mine = threadIdx.x / 32 * 128 + t * 16;
+    const int q_tiles = (now.q_count + 15) / 16, mine = warp * 128 + t * 16;
     char* dq = both.dq + (int64_t)now.bh * both.queries * (2 * W) + mine;
     char* dk = both.dk + (int64_t)now.bh * both.keys * (2 * W) + mine;
     if (q_tiles == 1) pairs<1>(shared, at, now, dq, dk);
