@@ -169,6 +169,10 @@ def test_the_chart_of_seeds_has_one_protocol_and_no_method_with_fewer_tasks():
     (chart,) = find(content(rows), "Long Range Arena").charts
     assert [x["name"] for x in chart.figure["data"]] == ["yoso"]
     assert chart.figure["data"][0]["y"] == [30.0] * 4
+    rows += [trained("lra/text", "window", 0.6), trained("lra/listops", "window", 0.3)]
+    rows.append(trained("lra/retrieval-wiki", "yoso", 0.7))  # not of the arena's own
+    (chart,) = find(content(rows), "Long Range Arena").charts
+    assert {x["name"] for x in chart.figure["data"]} == {"yoso", "window"}
 
 
 def test_short_runs_are_marked_and_give_way_to_longer_ones():

@@ -64,11 +64,19 @@ def test_short_inputs_stand_for_none_that_are_as_long_as_published():
     assert line(text, "text | yoso-32 | longspan | length=1024")[6] == "60.00 ± 0.00 (3) †"
 
 
+def test_of_equals_the_runs_nearest_to_the_recipe_are_shown():
+    few, more = "learning_rate=5e-4", "learning_rate=5e-4 sharing=headwise"
+    for order in ((few, more), (more, few)):
+        rows = [row(settings=x, accuracy={few: 0.4, more: 0.3}[x]) for x in order]
+        assert line(lra.markdown(rows), "**yoso-32**")[2] == "40.00 (1)"
+
+
 def test_what_changes_the_time_alone_does_not_part_seeds():
     rows = [row(settings="graph=true"), row(seed=1, settings="graph=true compile=true")]
     (group,) = lra.groups(rows)
     assert len(group.rows) == 2
-    assert len(lra.groups([*rows, row(settings="graph=true steps=9")])) == 2
+    assert len(lra.groups([*rows, row(seed=2, settings="steps=9 save_every=9")])) == 1
+    assert len(lra.groups([*rows, row(settings="graph=true warmup=9")])) == 2
     _, short = lra.groups([*rows, row(recipe={"length": 512, "data": {"protocol": "longspan"}})])
     assert short.settings == "length=512"
 
@@ -78,6 +86,8 @@ def test_a_seed_counts_once_and_wiki_is_not_aan():
     assert line(text, "**yoso-32**")[2] == "37.00 (1)"
     assert line(text, "**yoso-32**")[7] == "70.00 (1)"
     assert line(text, "**yoso-32**")[4] == ""
+    assert line(text, "the commonest class")[7:] == ["50", ""]
+    assert line(text, "exact, Xiong")[7:] == ["", "58.77"]
     assert "not AAN" in text
     assert "not AAN" not in lra.markdown([row()])
 
@@ -92,6 +102,9 @@ def test_a_terminal_sees_ours_and_published_and_how_long_it_took():
     runs = [x.split() for x in text[-3:-1]]
     assert runs[0][:6] == ["listops", "yoso-32", "longspan", "5,000", "0,", "1"]
     assert runs[1][-2:] == ["60", "2"]  # seconds, and runs at once
+    changed = [row(seed=seed, settings="graph=true warmup=9") for seed in (1, 3, 4, 5, 7, 8)]
+    (said,) = [x for x in lra.lines(changed) if x.endswith("warmup=9")]
+    assert "  1, 3 to 5, 7, 8  " in said
     assert lra.lines([]) == []
     assert lra.lines([{**rows[0], "recipe": {"length": 2048}}]) == []  # not of the arena's recipes
 

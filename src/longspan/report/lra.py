@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 EXTRA = "retrieval-wiki"
 RUN = ("task", "method", "protocol", "settings", "steps", "seeds", "test", "validation",
        "published", "seconds", "at once", "machine")  # fmt: skip
-CHANCE = "the commonest class", (17.2, 50.0, 50.0, 10.0, 50.0)
+CHANCE = "the commonest class", (17.2, 50.0, 50.0, 10.0, 50.0, 50.0)  # of TASKS and EXTRA
 
 
 class Group(NamedTuple):
@@ -128,7 +128,7 @@ def lines(rows: Iterable[Row]) -> list[str]:
     ]  # fmt: skip
     ours = [[label.strip("*"), *cells[:-1]] for label, *cells in _ours(found, tasks)]
     left_out = ("settings", "validation", "published", "machine")
-    brief = [i for i, name in enumerate(RUN) if name not in left_out]
+    brief = [*(i for i, name in enumerate(RUN) if name not in left_out), RUN.index("settings")]
     return [
         "Long Range Arena: test accuracy in % (seeds); † fewer steps or tokens than published",
         *_aligned([["", "protocol", *tasks], *ours, *theirs]),
@@ -176,7 +176,7 @@ def _theirs(tasks: Sequence[str]) -> list[list[str]]:
          f"{mean(x.accuracy):.2f}"]
         for x in PUBLISHED
     ]  # fmt: skip
-    return [*lines, [CHANCE[0], "", *(f"{a:g}" for a in CHANCE[1]), *blank, ""]]
+    return [*lines, [CHANCE[0], "", *(f"{a:g}" for a in CHANCE[1][: len(tasks)]), ""]]
 
 
 def _cell(group: Group) -> str:
@@ -202,10 +202,23 @@ def _run(group: Group) -> list[str]:
     at_once = dict.fromkeys(str(row.get("side_by_side", 1)) for row in group.rows)
     return [
         group.task, group.name, group.protocol, group.settings, f"{group.steps:,}",
-        ", ".join(str(row["seed"]) for row in group.rows), _cell(group),
+        _ranges([row["seed"] for row in group.rows]), _cell(group),
         f"{mean(validation):.2f}", against, f"{mean(seconds):.0f}", ", ".join(at_once),
         ", ".join(machines),
     ]  # fmt: skip
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers, three or more in a row by the first and the last: 0, 2 to 5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(
+        f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs
+    )
 
 
 def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -70,17 +70,18 @@ def parts(row: Mapping[str, Any]) -> tuple[float, float]:
     return part(length, ARENA_LENGTHS.get(task)), part(steps, ARENA_STEPS.get(task))
 
 
-def nearness(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[float, float], int, bool]:
+def nearness(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[float, float], int, int]:
     """Which of several groups of runs of a task is shown, the highest: that with the longest inputs
     and then the most steps, up to what is published, of these the one with the most seeds, and
-    then that of the recipe."""
-    return parts(rows[0]), len(rows), not choices(rows[0])
+    then that with the fewest settings unlike the recipe's."""
+    return parts(rows[0]), len(rows), -len(choices(rows[0]).split())
 
 
 def choices(row: Mapping[str, Any]) -> str:
-    """The settings of a run, but for those that change its time alone; shorter inputs, too."""
+    """The settings of a run, but for its steps and those that change its time alone; shorter
+    inputs, too."""
     short = parts(row)[0] < 1
-    left_out = ("graph", "compile", "length") if short else ("graph", "compile")
+    left_out = ["graph", "compile", "steps", "save_every", *(["length"] if short else [])]
     words = str(row.get("settings") or "").split()
     words = [word for word in words if word.partition("=")[0] not in left_out]
     return " ".join([*words, *([f"length={row['recipe']['length']}"] if short else [])])

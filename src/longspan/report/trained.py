@@ -132,12 +132,12 @@ def _short(row: Mapping[str, Any]) -> bool:
 def _seeds(rows: Rows, tasks: list[str], prefix: str) -> list[Chart]:
     """Accuracy of every seed by task, in the commonest protocol, and rings at published ones.
 
-    Methods that were run on fewer tasks than others are left out.
+    Methods that were run on fewer of the arena's own tasks than others are left out.
     """
     protocol, _ = Counter(map(_protocol, rows)).most_common(1)[0]
     scores = _scores(row for row in rows if _protocol(row) == protocol)
-    most = max(map(len, scores.values()))
-    names = [name for name, found in scores.items() if len(found) == most]
+    runs = {name: len(found.keys() & published.ARENA_TASKS) for name, found in scores.items()}
+    names = [name for name, count in runs.items() if count == max(runs.values())]
     tasks = [task for task in tasks if any(task in scores[name] for name in names)]
     theirs = {x.method: dict(zip(published.ARENA_TASKS, x.accuracy, strict=True))
               for x in reversed(published.ARENA)}  # fmt: skip
