@@ -293,6 +293,21 @@ def test_eval_repeats_and_training_draws_afresh():
     assert not torch.equal(model(ids, mask)[0], model(ids, mask)[0])
 
 
+def test_classifiers_and_perceptrons_are_what_is_asked():
+    more = dict(classifier_size=48, classifier_act="relu", classifier_dropout=0.0)
+    model = make(LongspanForSequenceClassification, hidden_dropout_prob=0.0, **more).train()
+    head = model.classifier
+    pooled = torch.randn(2, 32)
+    assert head.dense.out_features == 48
+    assert torch.equal(head(pooled), head.output(head.dense(pooled).relu()))  # nothing is dropped
+    ids, mask = zoo.batch()
+    assert torch.equal(model(ids, mask).logits, model(ids, mask).logits)
+    model = make(hidden_dropout_prob=0.0, activation_dropout=0.5).train()
+    assert not torch.equal(model(ids, mask)[0], model(ids, mask)[0])
+    by_default = make(LongspanForSequenceClassification, hidden_dropout_prob=0.3).classifier
+    assert (by_default.dense.out_features, by_default.dropout.p) == (32, 0.3)
+
+
 def test_embeddings_start_as_large_as_asked_and_keep_what_is_loaded(tmp_path):
     model = LongspanModel(config(embedding_range=0.5, embedding_norm=False, vocab_size=2000))
     words = model.embeddings.word_embeddings.weight.detach()

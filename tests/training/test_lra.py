@@ -127,8 +127,11 @@ def test_recipes_are_wisconsins(name, method):
     published = recipes.find(f"lra/{name}", method, protocol="wisconsin")
     assert published.evaluate_every < recipe.evaluate_every
     assert published.schedule == "one_cycle"
+    classifier = {x: y for x, y in published.config.items() if x.startswith("classifier_")}
+    assert list(classifier.values()) == [128, "relu", 0]
+    assert published.config == {**recipe.config, **classifier, "activation_dropout": 0.1}
     ours = dict(evaluate_every=recipe.evaluate_every, data=recipe.data, schedule="linear")
-    assert published.changed(**ours) == recipe
+    assert published.changed(**ours) == recipe.changed(config=published.config)
 
 
 def test_google_has_its_own_sizes():

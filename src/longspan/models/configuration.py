@@ -19,6 +19,7 @@ class LongspanConfig(PreTrainedConfig):
         method: a key of `longspan.METHODS`.
         options: of the method's module: `{"num_hashes": 64, "conv_kernel": 33}`. Linformer's
             `max_length` is `max_position_embeddings` unless given.
+        activation_dropout: of what is between the two layers of a perceptron.
         norm: "post" normalises after each residual sum (BERT), "pre" before each part.
         embedding_size: width of the token embeddings where smaller than `hidden_size` (ALBERT).
         embedding_norm: whether the sum of the embeddings is normalised (BERT).
@@ -29,6 +30,9 @@ class LongspanConfig(PreTrainedConfig):
         pooling: what classifiers read: the "first" token, the "mean" over valid tokens, or their
             sum over the padded length ("padded-mean"), which shrinks with padding: for comparisons
             with results that were published so.
+        classifier_size: channels between the two layers of a classifier, `hidden_size` by default.
+        classifier_act: its activation, `hidden_act` by default.
+        classifier_dropout: of what its layers read, `hidden_dropout_prob` by default.
 
     The others mean what they mean in BERT. There is no attention dropout: linear methods have no
     weights to drop.
@@ -44,6 +48,7 @@ class LongspanConfig(PreTrainedConfig):
     intermediate_size: int = 3072
     hidden_act: str = "gelu"
     hidden_dropout_prob: float = 0.1
+    activation_dropout: float = 0.0
     max_position_embeddings: int = 4096
     positions: str = "learned"
     position_offset: int = 0
@@ -55,6 +60,9 @@ class LongspanConfig(PreTrainedConfig):
     embedding_norm: bool = True
     norm: str = "post"
     pooling: str = "first"
+    classifier_size: int | None = None
+    classifier_act: str | None = None
+    classifier_dropout: float | None = None
     method: str = "yoso"
     options: dict[str, Any] | None = None
     pad_token_id: int | None = 0

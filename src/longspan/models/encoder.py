@@ -88,6 +88,7 @@ class LongspanLayer(GradientCheckpointingLayer):
         self.attention_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.up = nn.Linear(config.hidden_size, config.intermediate_size)
         self.activation = ACT2FN[config.hidden_act]
+        self.inner_dropout = nn.Dropout(config.activation_dropout)
         self.down = nn.Linear(config.intermediate_size, config.hidden_size)
         self.output_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
@@ -102,7 +103,7 @@ class LongspanLayer(GradientCheckpointingLayer):
 
     def perceptron(self, x: Tensor) -> Tensor:
         """Each token by itself: (B, N, C) → (B, N, C)."""
-        return self.down(self.activation(self.up(x)))
+        return self.down(self.inner_dropout(self.activation(self.up(x))))
 
 
 class LongspanPreTrainedModel(PreTrainedModel):

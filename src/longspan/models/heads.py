@@ -37,15 +37,22 @@ class TokenPredictions(nn.Module):
         return self.decoder(self.norm(self.activation(self.dense(x))))
 
 
+def classifier_dropout(config: LongspanConfig) -> nn.Dropout:
+    """Of what the layers of a classifier read."""
+    p = config.classifier_dropout
+    return nn.Dropout(config.hidden_dropout_prob if p is None else p)
+
+
 class Classifier(nn.Module):
     """Two layers over a pooled vector of `width` channels."""
 
     def __init__(self, config: LongspanConfig, width: int, labels: int) -> None:
         super().__init__()
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        self.dense = nn.Linear(width, config.hidden_size)
-        self.activation = ACT2FN[config.hidden_act]
-        self.output = nn.Linear(config.hidden_size, labels)
+        size = config.classifier_size or config.hidden_size
+        self.dropout = classifier_dropout(config)
+        self.dense = nn.Linear(width, size)
+        self.activation = ACT2FN[config.classifier_act or config.hidden_act]
+        self.output = nn.Linear(size, labels)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, width) → (B, labels)."""
@@ -248,7 +255,7 @@ class LongspanForTokenClassification(LongspanPreTrainedModel):
     def __init__(self, config: LongspanConfig) -> None:
         super().__init__(config)
         self.longspan = LongspanModel(config)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = classifier_dropout(config)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 

@@ -64,6 +64,8 @@ def fields(
     if protocol == "wisconsin":
         made["schedule"] = "one_cycle"
     published = protocol != "longspan"
+    model = dict(classifier_size=inner, classifier_act="relu", classifier_dropout=0.0,
+                 activation_dropout=0.1)  # fmt: skip
     every = EVALUATE_EVERY[family] if published else made["steps"] // EVALUATIONS
     return made | dict(
         evaluate_every=every,
@@ -84,6 +86,7 @@ def fields(
             initializer_range=(3 * channels) ** -0.5,
             embedding_range=0.02,
             embedding_norm=False,
+            **(model if published else {}),
         ),
         options=options(method, length),
         data=dict(protocol=protocol, group_lengths=not published),
