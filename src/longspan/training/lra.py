@@ -17,7 +17,7 @@ from longspan.tasks.lra.sets import PROTOCOLS, SETS
 STEPS = {"listops": 5_000, "text": 20_000, "retrieval": 30_000, "image": 35_000,
          "pathfinder": 62_400}  # fmt: skip
 WARMUP = {"listops": 1_000, "text": 8_000, "retrieval": 800, "image": 175, "pathfinder": 312}
-# As published. By default a run is evaluated twenty times, which is enough to choose from.
+# As published. By default a run is evaluated twenty times; docs/lra.md says what more do for Text.
 EVALUATE_EVERY = {"listops": 50, "text": 500, "retrieval": 300, "image": 175, "pathfinder": 312}
 EVALUATIONS = 20
 EVALUATION_TOKENS = 2**19  # of a step without gradients
