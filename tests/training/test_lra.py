@@ -82,7 +82,7 @@ def keep(folder, name):
 TINY = [
     # task, method, protocol, tokens, steps; then what chance gives, and what must be reached
     ("listops", "yoso", "longspan", 16, 80, 0.25, 0.40),
-    ("text", "nystrom", "longspan", 64, 60, 0.5, 0.75),
+    ("text", "nystrom", "longspan", 64, 80, 0.5, 0.75),
     ("retrieval", "linformer", "wisconsin", 16, 80, 0.5, 0.9),
     ("retrieval-wiki", "softmax", "longspan", 16, 80, 0.5, 0.9),
     ("image", "yoso", "wisconsin", 64, 80, 0.1, 0.5),
@@ -125,11 +125,11 @@ def test_recipes_are_wisconsins(name, method):
     if method.startswith("yoso"):
         assert 2 ** recipe.options["hash_bits"] == recipe.length == SETS[name].padded
     published = recipes.find(f"lra/{name}", method, protocol="wisconsin")
-    assert published.evaluate_every < recipe.evaluate_every
+    assert published.evaluate_every <= recipe.evaluate_every
     assert published.schedule == "one_cycle"
-    classifier = {x: y for x, y in published.config.items() if x.startswith("classifier_")}
+    classifier = {x: y for x, y in recipe.config.items() if x.startswith("classifier_")}
     assert list(classifier.values()) == [128, "relu", 0]
-    assert published.config == {**recipe.config, **classifier, "activation_dropout": 0.1}
+    assert published.config == {**recipe.config, "activation_dropout": 0.1}
     ours = dict(evaluate_every=recipe.evaluate_every, data=recipe.data, schedule="linear")
     assert published.changed(**ours) == recipe.changed(config=published.config)
 
