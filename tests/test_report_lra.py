@@ -64,6 +64,14 @@ def test_short_inputs_stand_for_none_that_are_as_long_as_published():
     assert line(text, "text | yoso-32 | longspan | length=1024")[6] == "60.00 ± 0.00 (3) †"
 
 
+def test_the_model_of_the_recipe_is_shown_before_longer_runs_of_another():
+    recipe = dict(row()["recipe"], warmup=9)
+    new = row("text", steps=7_000, accuracy=0.4, settings="warmup=9", recipe=recipe)
+    old = row("text", steps=20_000, accuracy=0.3, settings="classifier_size=64", recipe=recipe)
+    for rows in ((new, old), (old, new)):
+        assert line(lra.markdown(rows), "**yoso-32**")[3] == "40.00 (1) †"
+
+
 def test_of_equals_the_runs_nearest_to_the_recipe_are_shown():
     few, more = "learning_rate=5e-4", "learning_rate=5e-4 sharing=headwise"
     for order in ((few, more), (more, few)):

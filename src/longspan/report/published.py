@@ -70,11 +70,16 @@ def parts(row: Mapping[str, Any]) -> tuple[float, float]:
     return part(length, ARENA_LENGTHS.get(task)), part(steps, ARENA_STEPS.get(task))
 
 
-def nearness(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[float, float], int, int]:
+def nearness(rows: Sequence[Mapping[str, Any]]) -> tuple[float, int, float, int, int]:
     """Which of several groups of runs of a task is shown, the highest: that with the longest inputs
-    and then the most steps, up to what is published, of these the one with the most seeds, and
-    then that with the fewest settings unlike the recipe's."""
-    return parts(rows[0]), len(rows), -len(choices(rows[0]).split())
+    up to what is published, of these the one whose model is most the recipe's, then that with the
+    most steps, the most seeds, and the fewest settings unlike the recipe's."""
+    length, steps = parts(rows[0])
+    recipe = rows[0].get("recipe") or {}
+    of_training = {*recipe, *(recipe.get("data") or {})}
+    names = [word.partition("=")[0] for word in choices(rows[0]).split()]
+    of_model = [name for name in names if name not in of_training]
+    return length, -len(of_model), steps, len(rows), -len(names)
 
 
 def choices(row: Mapping[str, Any]) -> str:
