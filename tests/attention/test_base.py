@@ -20,6 +20,15 @@ def test_unit_scales_rows_and_leaves_zero_rows_without_gradient():
     assert torch.autograd.gradcheck(base.unit, torch.randn(4, 3).double().requires_grad_())
 
 
+def test_unit_has_the_gradients_of_short_rows():
+    x = (1e-15 * torch.randn(3, 4)).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    g = 1e-3 * torch.randn(3, 4)
+    (grad,) = torch.autograd.grad(base.unit(x), x, g)
+    (expected,) = torch.autograd.grad(base.unit(exact), exact, g.double())
+    torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=0)
+
+
 def test_parts_merge_into_the_softmax_over_their_union():
     q, k, v = qkv(queries=9, keys=14, dtype=torch.float64)
     visible = torch.rand(9, 14) < 0.6

@@ -101,3 +101,17 @@ def test_reformer_rounds_add_up_as_log_sum_exp():
         errors.append(relative_error(y, dense(q, k, v, everything)))
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 0.5 * errors[0]
+
+
+@pytest.mark.parametrize(("name", "option"), [("strided", "stride"), ("reformer", "bucket_size")])
+def test_what_is_larger_than_a_sequence_costs_no_more(name, option):
+    q, k, v = qkv(queries=9, keys=14, dtype=torch.float64)
+    actual = getattr(longspan, name)(q, k, v, **{option: 10**6})
+    assert relative_error(actual, longspan.softmax(q, k, v)) < 1e-12
+
+
+def test_strided_compiles_once_for_many_lengths():
+    compiled = torch.compile(longspan.strided, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (50, 60, 1, 65):
+        q, k, v = qkv(queries=tokens)
+        torch.testing.assert_close(compiled(q, k, v), longspan.strided(q, k, v))

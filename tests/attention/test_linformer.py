@@ -149,3 +149,32 @@ def test_projecting_first_wants_shared_linear_projections():
             longspan.MultiheadAttention(
                 24, 3, "linformer", max_length=30, project_first=True, **options
             )
+
+
+def test_means_are_summed_in_float32():
+    many = torch.full((1, 1, 4096, 2), 100.0).half()
+    short, _ = SequenceProjection(4096, 4, kind="mean-pool")(many)
+    assert (short == 100).all()
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution", "mean-pool"])
+def test_autocast_does_not_lower_it(kind):
+    module = LinformerAttention(3, max_length=40, projected_length=8, projection=kind)
+    q, k, v = qkv(queries=40)
+    expected = module(q, k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(module(q, k, v), expected)
+
+
+def test_what_has_no_kernel_is_refused_and_so_are_projections_elsewhere():
+    module = longspan.MultiheadAttention(
+        24, 3, method="linformer", max_length=40, projected_length=8, project_first=True,
+        impl="fused",
+    )  # fmt: skip
+    x = torch.randn(2, 40, 24)
+    with pytest.raises(NotImplementedError, match="no fused kernel for project_first=True"):
+        module(x, x, x)
+    q, k, v = qkv(queries=40)
+    e = torch.randn(8, 40)
+    with pytest.raises(ValueError, match=r"value_projection must be on the device of q \(cpu\)"):
+        longspan.linformer(q, k, v, e, e.to("meta"))

@@ -44,6 +44,7 @@ SHAPES = {
     "uneven": dict(queries=50, landmarks=7),
     "cross": dict(queries=21, keys=45, landmarks=5),
     "alone": dict(queries=9, landmarks=16),
+    "as-many-keys": dict(queries=40, keys=16, landmarks=16),
     "few-queries": dict(queries=5, keys=40, landmarks=16),
     "wide-values": dict(queries=30, landmarks=20, channels=24, value_channels=40),
 }
@@ -69,6 +70,19 @@ def test_both_passes_are_those_of_the_reference(shape, masked, init, steps):
     for name, a, b in zip(("y", "dq", "dk", "dv"), actual, expected, strict=True):
         # The inverse amplifies rounding, by up to 21 in six steps.
         assert relative_error(a, b) < 2e-5, name
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # rows not stored
+def test_scores_that_are_all_very_negative_have_gradients():
+    """A key that is not there has the score 0: far above the others."""
+    q, k, v = qkv(batch=1, heads=1, queries=40, channels=16, device=DEVICE)
+    q, k = (0.3 * x for x in (q, k))
+    q[..., 0] += 22
+    k[..., 0] -= 22  # scores of −121
+    actual, expected = both_passes(q, k, v, None, 8, 2, "exact", torch.randn_like(v))
+    for name, a, b in zip(("y", "dq", "dk", "dv"), actual, expected, strict=True):
+        # Rounding of scores that large, 121 · 2⁻²³, is that of their exponentials.
+        assert relative_error(a, b) < 1e-3, name
 
 
 @pytest.mark.parametrize("init", ["exact", "original"])

@@ -212,6 +212,26 @@ def test_convert_again_changes_the_method():
     assert torch.equal(states(model, ids, mask), states(once, ids, mask))
 
 
+def test_convert_again_forgets_what_was_shared():
+    ids, mask = zoo.batch()
+    options = dict(max_length=64, projected_length=4)
+    model = longspan.convert(zoo.make("bert"), "linformer", sharing="layerwise", **options)
+    longspan.convert(model, "linformer", sharing="none", **options)
+    before = states(model, ids, mask)
+    model.tie_weights()
+    assert torch.equal(states(model, ids, mask), before)
+    longspan.convert(model, "nystrom", num_landmarks=6)
+    model.resize_token_embeddings(120)
+    assert states(model, ids, mask).isfinite().all()
+
+
+def test_loading_can_say_what_it_found(tmp_path):
+    longspan.convert(zoo.make("bert"), "nystrom").save_pretrained(tmp_path)
+    model, found = hf.load(transformers.BertModel, tmp_path, output_loading_info=True)
+    assert type(model) is transformers.BertModel
+    assert not found["missing_keys"]
+
+
 def test_models_of_the_same_configuration_are_left_alone():
     ids, mask = zoo.batch()
     config = transformers.BertConfig(**zoo.SMALL)

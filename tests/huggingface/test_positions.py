@@ -135,3 +135,16 @@ def test_linformers_projections_are_stretched(projection, sharing, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = longspan.models.LongspanModel.from_pretrained(tmp_path).eval()
     assert torch.equal(loaded(ids).last_hidden_state, y)
+
+
+@pytest.mark.parametrize("sharing", ["none", "headwise", "key-value", "layerwise"])
+@pytest.mark.parametrize(("name", "options"), [("bert", {}), ("roberta", {"max_length": 60})])
+def test_those_of_a_converted_model_too(name, options, sharing, tmp_path):
+    model = make(name)
+    longspan.convert(model, "linformer", projected_length=4, sharing=sharing, **options)
+    longspan.extend_positions(model, 96)
+    ids = torch.randint(5, 99, (2, 96))
+    y = model.eval()(ids).last_hidden_state
+    model.save_pretrained(tmp_path)
+    loaded = longspan.huggingface.load(type(model), tmp_path).eval()
+    assert torch.equal(loaded(ids).last_hidden_state, y)

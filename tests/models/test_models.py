@@ -187,10 +187,15 @@ def test_losses_are_their_formulas():
     target = torch.tensor([0.5, -1, 2])
     out = number(ids, mask, labels=target)
     torch.testing.assert_close(out.loss, (out.logits[:, 0] - target).square().mean())
+    numbers = make(LongspanForTokenClassification, num_labels=1)
+    target = torch.randn(ids.shape).masked_fill(~chosen, -100)
+    out = numbers(ids, mask, labels=target)
+    mean = (out.logits[..., 0] - target)[chosen].square().mean()
+    torch.testing.assert_close(out.loss, mean)
     span = make(LongspanForQuestionAnswering)
-    start, end = torch.tensor([0, 4, 2]), torch.tensor([5, 9, 99])  # 99 is outside: no label
+    start, end = torch.tensor([-1, 4, 2]), torch.tensor([5, 9, 99])  # −1 and 99: no label
     out = span(ids, mask, start_positions=start, end_positions=end)
-    first = F.cross_entropy(out.start_logits, start)
+    first = F.cross_entropy(out.start_logits[1:], start[1:])
     last = F.cross_entropy(out.end_logits[:2], end[:2])
     torch.testing.assert_close(out.loss, (first + last) / 2)
 
@@ -368,3 +373,6 @@ def test_poolings():
     torch.testing.assert_close(padded[0], mean[0])
     torch.testing.assert_close(padded[1], mean[1] * 2 / 5)
     torch.testing.assert_close(pool(x[:1], None, "padded-mean"), mean[:1])
+    many, ones = torch.full((1, 4096, 3), 20.0).half(), torch.ones(1, 4096)
+    for pooling in ("mean", "padded-mean"):  # sums that float16 has no room for
+        assert (pool(many, ones, pooling) == 20).all()

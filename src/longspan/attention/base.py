@@ -54,11 +54,12 @@ def hide(x: Tensor, key_mask: Tensor | None) -> Tensor:
 def unit(x: Tensor) -> Tensor:
     """Scale rows to length one; a zero row stays zero and passes no gradient.
 
-    `F.normalize` multiplies the gradient of a zero row by 1e12.
+    `F.normalize` multiplies the gradient of a zero row by 1e12; that of rsqrt is a cube, which
+    overflows where the row's does not.
     """
-    square = x.square().sum(-1, keepdim=True)
-    zero = square == 0
-    return x * square.masked_fill(zero, 1).rsqrt().masked_fill(zero, 0)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    zero = norm == 0
+    return (x / norm.masked_fill(zero, 1)).masked_fill(zero, 0)
 
 
 def exact(

@@ -178,8 +178,9 @@ def _few_gradients(
             s = p * (inside - means[None, :])
             to_e = tl.dot(p.to(x.dtype), z, to_e, input_precision=PRECISION)
         else:
-            # A hidden key is a row of zeros in x: its weight comes to nothing.
-            s = tl.exp2(score - norm[:, None]) * (inside - mean[:, None])
+            # A hidden key's score is 0, which may be far more than those that norm is of.
+            gap = tl.where(seen[None, :], score - norm[:, None], float("-inf"))
+            s = tl.exp2(gap) * (inside - mean[:, None])
         to_c = tl.dot(s.to(x.dtype), x, to_c, input_precision=PRECISION)
         a += M * a_n
         b += M * b_n

@@ -52,6 +52,7 @@ def reformer(
     dtype, device = v.dtype, q.device
     batch, heads, queries, channels = q.shape
     keys = k.shape[2]
+    bucket_size = min(bucket_size, max(queries, keys))
     wide = torch.promote_types(dtype, torch.float32)
     query_mask = key_mask if queries == keys else None
     q, k, v = q.to(wide), hide(k, key_mask).to(wide), hide(v, key_mask).to(wide)

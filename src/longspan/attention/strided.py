@@ -1,7 +1,5 @@
 """Strided sparse attention (Sparse Transformer, Child et al. 2019), in both directions."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,7 +40,7 @@ def strided(
     if stride is not None:
         checks.integer("stride", stride, 1)
     checks.scale(scale)
-    size = math.isqrt(k.shape[2] - 1) + 1 if stride is None else stride
+    size = _root(k.shape[2]) if stride is None else min(stride, max(q.shape[2], k.shape[2]))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     batch, heads, queries, _ = q.shape
     keys, dtype = k.shape[2], v.dtype
@@ -75,6 +73,17 @@ def strided(
     )
     y = merge([(local[0], local[1]), (column[0].transpose(2, 3), column[1].transpose(2, 3))])
     return y.flatten(2, 3)[:, :, :queries].to(dtype)
+
+
+def _root(number: int) -> int:
+    """⌈√number⌉ by comparisons alone, which a compiler can make of a length it does not know."""
+    low, high = 0, 1
+    while high * high < number:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if middle * middle < number else (low, middle)
+    return high
 
 
 def _three_rows(x: Tensor) -> Tensor:

@@ -156,9 +156,10 @@ def load(model_class: type, path: str, **kwargs: Any) -> PreTrainedModel:
 
     names = {n: getattr(model_class, n) for n in ("__module__", "__qualname__", "__doc__")}
     converted: Any = type(model_class.__name__, (model_class,), {**names, "__init__": __init__})
-    model = converted.from_pretrained(path, config=config, use_safetensors=True, **hub, **kwargs)
+    found = converted.from_pretrained(path, config=config, use_safetensors=True, **hub, **kwargs)
+    model = found[0] if isinstance(found, tuple) else found  # with output_loading_info two
     model.__class__ = model_class
-    return model
+    return found
 
 
 def _is_attention(module: nn.Module) -> bool:

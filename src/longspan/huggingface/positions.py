@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from longspan.attention import checks
 from longspan.attention.linformer import SequenceProjection
+from longspan.huggingface.backend import ATTACHED
 from longspan.models import LongspanPreTrainedModel
 
 HOWS = ("tile", "interpolate")
@@ -18,7 +19,7 @@ def extend_positions(model: PreTrainedModel, length: int, how: str = "tile") -> 
     """Let a model with learned absolute positions take `length` tokens, in place.
 
     Rows that a model keeps for other things (RoBERTa's and YOSO's first two) stay where they are.
-    Linformer's projections in a longspan model, made for a length too, are stretched to it; with
+    Linformer's projections, made for a length too, are stretched to it; in a longspan model with
     rotary positions they are all that there is to do.
     The configuration follows, so the longer model is saved and loaded as such; a tokenizer has its
     own `model_max_length`.
@@ -55,20 +56,27 @@ def extend_positions(model: PreTrainedModel, length: int, how: str = "tile") -> 
     with torch.no_grad():
         for owner in owners:
             _extend(owner, length, how)
+        # Some models count the rows kept for other things in this number, some do not.
+        model.config.max_position_embeddings += length - trained
         if ours:
-            _extend_projections(model, length)
-    # Some models count the rows kept for other things in this number, some do not.
-    model.config.max_position_embeddings += length - trained
+            model.config.options = _extend_projections(model, length, model.config.options)
+        elif record := getattr(model.config, ATTACHED, None):
+            # Not `length`: without an option `load` makes them for the configuration's number.
+            longer = model.config.max_position_embeddings
+            record["options"] = _extend_projections(model, longer, record["options"])
     return model
 
 
-def _extend_projections(model: PreTrainedModel, length: int) -> None:
+def _extend_projections(
+    model: PreTrainedModel, length: int, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Stretch what is made for fewer tokens; the options that make it so."""
     for module in model.modules():
         if isinstance(module, SequenceProjection) and length > module.max_length:
             module.extend(length)
-    if "max_length" in model.config.options:
-        longer = max(length, model.config.options["max_length"])
-        model.config.options = {**model.config.options, "max_length": longer}
+    if "max_length" not in options:
+        return options
+    return {**options, "max_length": max(length, options["max_length"])}
 
 
 def _kept_rows(owner: Any) -> int:

@@ -74,6 +74,9 @@ def declare_shared(model: PreTrainedModel) -> None:
             source = first.setdefault(id(module), name)
             if source != name:
                 shared[f"{name}.weight"] = f"{source}.weight"
-    if shared:
-        model._tied_weights_keys = {**(model._tied_weights_keys or {}), **shared}
-        model.all_tied_weights_keys = {**model.all_tied_weights_keys, **shared}
+    before = getattr(model, "_longspan_shared", {})  # of what was converted before
+    if shared or before:
+        for known in ("_tied_weights_keys", "all_tied_weights_keys"):
+            kept = {k: v for k, v in (getattr(model, known) or {}).items() if k not in before}
+            setattr(model, known, {**kept, **shared})
+        model._longspan_shared = shared

@@ -237,7 +237,7 @@ def pool(x: Tensor, attention_mask: Tensor | None, pooling: str) -> Tensor:
     mask: Any = key_mask(attention_mask)
     if mask is None:
         return x.mean(1)
-    total = x.masked_fill(~mask[..., None], 0).sum(1)
-    if pooling == "padded-mean":
-        return total / x.shape[1]
-    return total / mask.sum(1, keepdim=True).clamp(min=1)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total = x.masked_fill(~mask[..., None], 0).sum(1, dtype=wide)
+    count = x.shape[1] if pooling == "padded-mean" else mask.sum(1, keepdim=True).clamp(min=1)
+    return (total / count).to(x.dtype)

@@ -60,11 +60,14 @@ class Classifier(nn.Module):
 
 
 def label_loss(logits: Tensor, labels: Tensor | None) -> Tensor | None:
-    """Cross-entropy over classes (−100 = no label); squared error where there is one output."""
+    """Cross-entropy over classes; squared error where there is one output. −100 = no label, but
+    for the one number of a whole sequence."""
     if labels is None:
         return None
     if logits.shape[-1] == 1:
-        return F.mse_loss(logits[..., 0].float(), labels.float())
+        error = (logits[..., 0].float() - labels.float()).square()
+        there = labels != -100 if labels.dim() > 1 else torch.ones_like(labels, dtype=torch.bool)
+        return error.masked_fill(~there, 0).sum() / there.sum()
     return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
 
 
@@ -285,6 +288,11 @@ class LongspanForTokenClassification(LongspanPreTrainedModel):
         )
 
 
+def _inside(positions: Tensor, length: int) -> Tensor:
+    """Positions, and −100, no label, for those outside a sequence."""
+    return positions.masked_fill((positions < 0) | (positions >= length), -100)
+
+
 class LongspanForQuestionAnswering(LongspanPreTrainedModel):
     """The first and the last token of the answer."""
 
@@ -319,7 +327,7 @@ class LongspanForQuestionAnswering(LongspanPreTrainedModel):
         loss = None
         if start_positions is not None and end_positions is not None:
             first, last = (
-                F.cross_entropy(logits.float(), where.masked_fill(where >= logits.shape[1], -100))
+                F.cross_entropy(logits.float(), _inside(where, logits.shape[1]))
                 for logits, where in ((start, start_positions), (end, end_positions))
             )
             loss = (first + last) / 2

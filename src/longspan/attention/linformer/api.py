@@ -58,6 +58,8 @@ def linformer(
     for name, x in named:
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q ({q.device}), got {x.device}")
         if x.dim() not in (2, 3) or x.shape[-1] != keys or (x.dim() == 3 and x.shape[0] != heads):
             raise ValueError(
                 f"{name} must have shape (k, {keys}) or ({heads}, k, {keys}), got {tuple(x.shape)}"
@@ -146,6 +148,7 @@ class LinformerAttention(Attention):
         key_mask: Tensor | None,
     ) -> Tensor:
         """Attention of q (B, H, Nq, D) over inputs (B, Nk, C), projected before W_K and W_V."""
+        self._refuse_fused("project_first=True")
         short: list[Tensor] = []
         for x, (weight, bias), projection in (
             (key, key_linear, self.key_projection),
@@ -168,6 +171,10 @@ class LinformerAttention(Attention):
             return linformer(q, k, v, e, f, key_mask=key_mask, **self.options)
         short_k, visible = self.key_projection(k, key_mask)
         short_v, _ = self.value_projection(v, key_mask)
-        reasons = [f"linformer has no fused kernel for projection={self.key_projection.kind!r}"]
+        self._refuse_fused(f"projection={self.key_projection.kind!r}")
+        visible = visible[:, None, None, :]
+        return own_precision(exact)(q, short_k, short_v, visible, self.options["scale"])
+
+    def _refuse_fused(self, setting: str) -> None:
+        reasons = [f"linformer has no fused kernel for {setting}"]
         dispatch.select(self.options["impl"], reference=exact, reasons=reasons)
-        return exact(q, short_k, short_v, visible[:, None, None, :], self.options["scale"])

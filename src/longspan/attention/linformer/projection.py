@@ -21,8 +21,9 @@ class SequenceProjection(nn.Module):
         num_heads: heads with a matrix or filter each; None shares one among them.
 
     Other lengths than `max_length`: a matrix is sliced for shorter inputs and stretched by
-    linear interpolation for longer ones; a filter keeps its stride, so the projected length is
-    in proportion; means work at any length.
+    linear interpolation for longer ones, by their length with padding, which therefore changes
+    the result; a filter keeps its stride, so the projected length is in proportion; means work
+    at any length.
     """
 
     def __init__(
@@ -82,8 +83,9 @@ class SequenceProjection(nn.Module):
         if key_mask is None:
             key_mask = x.new_ones(batch, tokens, dtype=torch.bool)
         if self.kind == "mean-pool":
-            means, sizes = segment_means(x, key_mask, self.projected_length)
-            return means, sizes > 0
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            means, sizes = segment_means(wide, key_mask, self.projected_length)
+            return means.to(x.dtype), sizes > 0
         if self.kind == "linear":
             y = self.matrix(tokens).to(x.dtype) @ x
             return y, key_mask.new_ones(batch, y.shape[2])

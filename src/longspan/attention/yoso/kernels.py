@@ -207,6 +207,10 @@ def yoso_backward(
 
     bits = verbs.compact_bits(q.shape[2] + k.shape[2], hash_bits)
     k_lists = verbs.Lists(k_order, k_first, k_most)
+    dtype = v.dtype
+    if dtype == torch.float16:
+        # It has neither the range for gradients divided by norms nor the digits for products.
+        q, k, v, g, y = (x.float() for x in (q, k, v, g, y))
     q, k, v, g = (verbs.aligned(x.contiguous()) for x in (q, k, v, g))
     key_mask = None if key_mask is None else key_mask.contiguous()
     q_lists = verbs.bucket_lists(q_hash, None, bits)
@@ -228,15 +232,12 @@ def yoso_backward(
             number if place is None else place,
         )  # fmt: skip
     else:
-        # float16 products would lose digits that the reference keeps.
-        dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
-        room = max(PART_BYTES, 4 * v.numel() * dtype.itemsize)
+        room = max(PART_BYTES, 4 * v.numel() * v.itemsize)
         scale = hash_bits / 2 / backward_hashes
         dq, dk = triton.outer_sums(
-            q.to(dtype), k.to(dtype), v.to(dtype), g.to(dtype),
-            key_mask, q_lists, k_lists, scale, backward_hashes, room,
-        )  # fmt: skip
-    return dq.to(q.dtype), dk.to(k.dtype), dv
+            q, k, v, g, key_mask, q_lists, k_lists, scale, backward_hashes, room
+        )
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
 @ops.fake(yoso_backward)
