@@ -21,8 +21,9 @@ def timing(name, seconds, mode="forward", **more):
     ]
 
 
-def error(method, options, value, inputs="real"):
-    about = {"kind": "error", "inputs": inputs, "name": method, "length": 512}
+def error(method, options, value, inputs="real", length=512, heads=8):
+    about = {"kind": "error", "inputs": inputs, "name": method, "length": length}
+    about |= {"heads": heads, "head_dim": 64}
     return {**about, "method": method, "options": options, "error_softmax": value}
 
 
@@ -86,6 +87,20 @@ def test_rows_of_another_shape_or_mode_do_not_answer():
             advise(question, rows())
     with pytest.raises(ValueError, match=r"forward\+backward"):
         advise(Question(4096, train=True), rows())
+
+
+def test_earlier_questions_do_not_change_an_answer():
+    known = [row for row in rows() if row["kind"] == "timing"]
+    options = {"num_landmarks": 64}
+    known += [error("nystrom", options, 0.7, "clustered", 1024),
+              error("nystrom", options, 0.1, "clustered", 64),
+              error("nystrom", options, 0.0, "clustered", 1024, heads=1)]  # fmt: skip
+    first = advise(Question(2048), known)
+    assert {option.error for option in first.options} == {0.7, None}
+    narrow = timing("softmax", {2048: 1e-9}, dtype="bfloat16")
+    assert advise(Question(2048, dtype="float32", device="cpu"), [*known, *narrow]) == first
+    elsewhere = timing("softmax", {2048: 1e-9}, device="cuda")
+    assert advise(Question(2048, dtype="float32", device="cpu"), [*known, *elsewhere]) == first
 
 
 def test_a_device_that_is_not_here_is_answered_from_the_table(monkeypatch):

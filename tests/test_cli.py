@@ -174,7 +174,7 @@ def test_advise_answers_in_a_sentence(invoke, tmp_path, monkeypatch):
     words = ["advise", "--length", "64", "--heads", "1", "--head-dim", "8", "--device", "cpu"]
     result = invoke(*words, "-o", str(tmp_path / "rows.jsonl"))
     assert result.exit_code == 0, result.output
-    assert "At 64 tokens (inference, 1 heads of 8, float32" in result.output
+    assert "At 64 tokens (inference, 1 head of 8, float32" in result.output
     assert "In code: longspan." in result.output
     again = invoke(*words, "--rows", str(tmp_path / "rows.jsonl"))
     assert "to measure" not in again.output

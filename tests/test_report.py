@@ -207,6 +207,11 @@ def test_page_of_an_interrupted_run_says_so(tmp_path):
     assert "held-out" not in text
 
 
+def test_training_that_is_not_described_is_shown(tmp_path):
+    plain = [{k: v for k, v in row.items() if k != "description"} for row in rows()]
+    assert "Guessing is right" in write_page(plain, tmp_path / "index.html").read_text()
+
+
 def test_page_of_no_rows_is_still_a_page(tmp_path):
     assert "<main>" in write_page([], tmp_path / "index.html").read_text()
 

@@ -124,6 +124,11 @@ def test_some_names_alone_and_exact_attention(fast, path):
     run_suites(["length"], path, Setting(lengths=(32,)), only=["nystrom", "linf"], say=str)
     names = {row["name"] for row in records.read(path)}
     assert names == {"softmax", "nystrom-64", "nystrom-32", "linformer-256"}
+    with pytest.raises(ValueError, match=r"only must begin one of .*softmax.*, got 'zzz'"):
+        run_suites(["length"], path, Setting(lengths=(32,)), only=["zzz"], say=str)
+    for device in ("tpu", "meta"):
+        with pytest.raises(ValueError, match=f"device must be one of cpu, cuda, .*got '{device}'"):
+            Setting(device)
 
 
 def test_rows_of_another_machine_do_not_count(fast, path, monkeypatch):

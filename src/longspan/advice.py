@@ -20,6 +20,7 @@ SUITE = "advise"
 PAYS = 1.2  # times as fast as exact attention: below, an approximation is not worth its error
 LIMITS = Limits(budget=0.5, patience=4.0, most=12.0)
 ERROR_TOKENS = 1024  # errors of random inputs are looked at up to this length
+DTYPES = ("float32", "bfloat16", "float16")
 _UNTRAINED = {"linformer": {"projection": "mean-pool"}}  # random matrices would say nothing
 _NAMES = {name: row for name, row in length.NAMES.items() if name != "eager"}
 
@@ -31,8 +32,9 @@ class Question:
     length: int
     heads: int = 8
     head_dim: int = 64
-    dtype: str | None = None
+    dtype: str | None = None  # None and a device of None: whatever was measured last
     train: bool = False
+    device: str | None = None
 
     @property
     def mode(self) -> str:
@@ -71,6 +73,7 @@ def measured(
 ) -> list[dict[str, Any]]:
     """The rows that answer a question, after measuring what `path` does not hold yet."""
     checks.integer("length", question.length, 1)
+    checks.choice("dtype", question.dtype or setting.dtype, DTYPES)
     tokens = sorted({max(min(question.length, 64), question.length // n) for n in (8, 4, 2, 1)})
     groups = [
         length.group(
@@ -95,20 +98,28 @@ def measured(
 
 
 def advise(question: Question, rows: Sequence[Mapping[str, Any]]) -> Advice:
-    """Answer from timing rows of the question's shape and mode, and from error rows of any.
+    """Answer from timing rows of the question's shape and mode, and from error rows: of any model,
+    or of random inputs of that shape.
 
     Raises `ValueError` where the rows say nothing about exact attention in that shape.
     """
     fitting = [row for row in rows if row.get("kind") == "timing" and _fits(row, question)]
+    last = fitting[-1] if fitting else {}
+    fitting = [
+        row for row in fitting
+        if all(row.get(name) == last.get(name) for name in ("dtype", "device"))
+    ]  # fmt: skip
     seconds = times(fitting, question.mode)
     exact = seconds.get(EXACT, {})
     if not exact or len(seconds) < 2:
         raise ValueError(
             f"rows must hold times of {EXACT} and of other methods for {question.mode}, "
-            f"{question.heads} heads of {question.head_dim}, got {len(fitting)} such rows"
+            f"{question.heads} heads of {question.head_dim}, by longspan bench length or advise, "
+            f"got {len(fitting)} such rows"
         )
     at_exact = _at(exact, question.length)
-    errors = _errors(rows)
+    known = [row for row in rows if row.get("kind") == "error" and _compares(row, question)]
+    errors = _errors(known, question.length)
     options = [
         Option(
             name,
@@ -123,7 +134,7 @@ def advise(question: Question, rows: Sequence[Mapping[str, Any]]) -> Advice:
     ]
     options.sort(key=lambda option: option.seconds)
     where = f"{question.length:,} tokens ({_words(question, fitting)})"
-    sentence, best = _sentence(where, options, _inputs(rows))
+    sentence, best = _sentence(where, options, _inputs(known))
     return Advice(sentence, _call(best), options)
 
 
@@ -145,7 +156,14 @@ def _fits(row: Mapping[str, Any], question: Question) -> bool:
         row.get("suite") in ("length", SUITE)
         and (row.get("heads"), row.get("head_dim")) == (question.heads, question.head_dim)
         and question.dtype in (None, row.get("dtype"))
+        and question.device in (None, row.get("device"))
     )
+
+
+def _compares(row: Mapping[str, Any], question: Question) -> bool:
+    """Whether an error says something of a question: a model's own shape does, other shapes not."""
+    shape = (row.get("heads"), row.get("head_dim"))
+    return row["inputs"] == "real" or shape == (question.heads, question.head_dim)
 
 
 def _at(seconds: Mapping[int, float], tokens: int) -> float:
@@ -163,10 +181,12 @@ def _at(seconds: Mapping[int, float], tokens: int) -> float:
     return seconds[a] * (seconds[b] / seconds[a]) ** share
 
 
-def _errors(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Error against exact attention by name, on the most real inputs there are."""
+def _errors(rows: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, float]:
+    """Error against exact attention by name, on the most real inputs there are, of the length
+    nearest to `tokens`, measured last."""
+    chosen = [row for row in rows if row["inputs"] == _inputs(rows)]
+    chosen.sort(key=lambda row: -abs(math.log(row["length"] / tokens)))
     found = {}
-    chosen = [row for row in rows if row.get("kind") == "error" and row["inputs"] == _inputs(rows)]
     for name, (method, options) in _NAMES.items():
         for row in chosen:
             wanted = options | _UNTRAINED.get(method, {})
@@ -176,7 +196,7 @@ def _errors(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _inputs(rows: Sequence[Mapping[str, Any]]) -> str:
-    kinds = {row["inputs"] for row in rows if row.get("kind") == "error"}
+    kinds = {row["inputs"] for row in rows}
     return next((inputs for inputs in ("real", "clustered", "spread") if inputs in kinds), "")
 
 
@@ -217,7 +237,8 @@ def _gain(option: Option, inputs: str, *, short: bool = False) -> str:
 
 def _words(question: Question, rows: Sequence[Mapping[str, Any]]) -> str:
     kind = "training" if question.train else "inference"
-    shape = f"{question.heads} heads of {question.head_dim}, {rows[-1].get('dtype')}"
+    heads = f"{question.heads} head{'s' * (question.heads > 1)}"
+    shape = f"{heads} of {question.head_dim}, {rows[-1].get('dtype')}"
     return f"{kind}, {shape}, {machine(rows[-1])}"
 
 

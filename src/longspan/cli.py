@@ -6,6 +6,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -337,15 +338,20 @@ def advise(
     """Say which method pays at a length, from which length on, and at what error."""
     console = Console()
     question = advice.Question(length, heads, head_dim, dtype, train)
-    setting = Setting(device or default_device(), model=model, text=text)
+    place = device or default_device()
     tell = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     with _user_input():
+        setting = Setting(place, model=model, text=text)
         if rows:
-            answer = advice.advise(question, read_rows(rows)[0])
+            found, problems = read_rows(rows)
+            for problem in problems:
+                tell(problem)
+            answer = advice.advise(question, found)
         elif setting.cuda and "cuda:0" not in diagnosis.devices():
             tell(advice.from_table(question, setting.device))
             return
         else:
+            question = replace(question, dtype=dtype or setting.dtype, device=setting.device)
             found = advice.measured(question, setting, output, command=records.command(), say=tell)
             answer = advice.advise(question, found)
     console.print(_advice_table(answer))

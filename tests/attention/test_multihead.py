@@ -131,8 +131,15 @@ def test_what_cannot_be_honoured_is_refused():
         mha(X, X, X, key_padding_mask=torch.full((2, 30), 0.5))
     with pytest.raises(TypeError, match="key_padding_mask must be boolean or floating point"):
         mha(X, X, X, key_padding_mask=torch.ones(2, 30, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"key_mask must have shape \(B, Nk\) = \(2, 30\)"):
-        mha(X, X, X, key_padding_mask=torch.zeros(2, 29, dtype=torch.bool))
+    for shape in ((2, 29), (1, 30)):
+        with pytest.raises(ValueError, match=r"key_padding_mask must have the shape \(2, 30\)"):
+            mha(X, X, X, key_padding_mask=torch.zeros(shape, dtype=torch.bool))
+    with pytest.raises(TypeError, match=r"key_padding_mask must be a torch\.Tensor or None"):
+        mha(X, X, X, key_padding_mask=[True])
+    with pytest.raises(ValueError, match=r"value must have the batch size and length of key \(2"):
+        mha(X, X, X[:, :20])
+    with pytest.raises(ValueError, match=r"key must have the batch size of query \(2\), got 1"):
+        mha(X, X[:1], X[:1])
     with pytest.raises(ValueError, match="did you mean 'yoso'"):
         MultiheadAttention(24, 3, method="yosso")
 

@@ -326,6 +326,15 @@ def test_embeddings_start_as_large_as_asked_and_keep_what_is_loaded(tmp_path):
     assert torch.equal(again.embeddings.word_embeddings.weight, words)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("hidden_act", "foo"), ("classifier_act", "foo"), ("hidden_dropout_prob", 2)],
+)
+def test_wrong_values_are_named(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be .*, got {value!r}"):
+        LongspanConfig(**{name: value})
+
+
 def test_wrong_configurations_and_inputs_are_refused():
     for wrong, message in (
         (dict(method="nystroem"), "method must be one of"),

@@ -92,25 +92,33 @@ def test_splits_are_read_from_columns_and_names(tmp_path):
     (tmp_path / "valid").mkdir()
     (tmp_path / "valid" / "x.txt").write_text("d")
     (tmp_path / "train-00001-of-00002.txt").write_text("e")
-    assert sorted(documents(tmp_path)) == [
+    assert sorted(documents([tmp_path])) == [
         ("test", "c"), ("train", "a"), ("train", "e"), ("validation", "b"), ("validation", "d")
     ]  # fmt: skip
 
 
+def test_files_given_one_by_one_are_held_out_as_those_of_a_folder(tmp_path):
+    files = [tmp_path / f"{number:02}.txt" for number in range(40)]
+    for path in files:
+        path.write_text(path.stem)
+    assert list(documents(files)) == list(documents([tmp_path]))
+    assert [text for split, text in documents(files) if split == "validation"] == ["19", "39"]
+
+
 def test_what_cannot_be_read_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"data_dir must hold \.parquet or \.txt"):
-        list(documents(tmp_path / "nowhere"))
+        list(documents([tmp_path / "nowhere"]))
     damaged = tmp_path / "damaged.parquet"
     damaged.write_bytes(b"PAR1 and no more")
     with pytest.raises(ValueError, match=r"damaged\.parquet: .*; fetch or write it again"):
-        list(documents(damaged))
+        list(documents([damaged]))
     pq.write_table(pa.table({"body": ["a"]}), tmp_path / "other.parquet")
     with pytest.raises(ValueError, match=r"column must be one of body in .*, got 'text'"):
-        list(documents(tmp_path / "other.parquet"))
+        list(documents([tmp_path / "other.parquet"]))
     latin = tmp_path / "latin.txt"
     latin.write_bytes("Café".encode("latin-1"))
     with pytest.raises(ValueError, match=r"text files must be UTF-8, got .*latin\.txt"):
-        list(documents(latin))
+        list(documents([latin]))
 
 
 def test_a_corpus_without_held_out_documents_is_refused(tmp_path):
@@ -153,11 +161,11 @@ def test_datasets_of_hugging_face_are_streamed(tmp_path):
         rows = pa.table({"text": [texts.document(i) for i in numbers]})
         pq.write_table(rows, folder / f"{split}-00000-of-00001.parquet")
     datasets.disable_progress_bars()
-    found = list(documents(f"hf:{folder}"))
+    found = list(documents([f"hf:{folder}"]))
     assert [split for split, _ in found] == ["train"] * 5 + ["validation"] * 2
     assert found[6][1] == texts.document(6)
     with pytest.raises(FileNotFoundError, match=r"data_dir must name a dataset within reach"):
-        list(documents(f"hf:{tmp_path / 'nowhere'}"))
+        list(documents([f"hf:{tmp_path / 'nowhere'}"]))
 
 
 def test_rows_hold_every_token_once_an_epoch(prepared):

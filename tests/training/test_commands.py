@@ -48,7 +48,18 @@ def test_from_text_to_a_scored_model(invoke, tmp_path):
     wrong = invoke("train", "mlm", "--method", "yoso", "--output", output, "--resume")
     assert wrong.exit_code == cli.BAD_INPUT
     assert "output must be of mlm with yoso" in " ".join(wrong.output.split())
-    assert json.loads((output / "run.json").read_text())["method"] == "nystrom"
+    kept = (output / "run.json").read_text()
+    assert json.loads(kept)["method"] == "nystrom"
+    for words, said in (
+        (["--resume", *sets(hidden_size=32)], "settings and data must be those of"),
+        (["--resume", "--size", "base"], "size and protocol must be those of the run"),
+        (["--resume", *sets(compile="no")], "compile must be true or false, got 'no'"),
+        (more, "output must be a new folder, or give --resume"),
+    ):
+        wrong = invoke(*train, *words)
+        assert (wrong.exit_code, said in " ".join(wrong.output.split())) == (cli.BAD_INPUT, True)
+        assert (output / "run.json").read_text() == kept
+    assert invoke(*train, *more, "--resume").exit_code == 0
 
 
 def test_what_was_typed_wrong_is_one_sentence(invoke, tmp_path):
@@ -56,6 +67,15 @@ def test_what_was_typed_wrong_is_one_sentence(invoke, tmp_path):
         (("train", "glue/mrcp"), "did you mean 'glue/mrpc'"),
         (("train", "mlm", "--method", "yosso"), "did you mean 'yoso'"),
         (("train", "mlm", "--set", "stepss=3"), "did you mean 'steps'"),
+        (("train", "mlm", "--set", "learning_rate=fast"), "learning_rate must be a number of at"),
+        (("train", "mlm", "--set", "warmup=-3"), "warmup must be a number of at least 0, got -3"),
+        (("train", "mlm", "--set", "length=9"), "length must be given by --length"),
+        (("train", "mlm", "--output", tmp_path / "no", "--eval-only"), "of a finished run"),
+        (("train", "glue/rte", "--start", tmp_path), "start must be the folder of a trained"),
+        (("train", "mlm", "--start", tmp_path, "--size", "tiny"), "size must be left out"),
+        (("arena", "--task", "lra/tekst"), "did you mean 'lra/text'"),
+        (("advise", "--length", "64", "--dtype", "fp16"), "dtype must be one of 'float32'"),
+        (("advise", "--length", "64", "--device", "gpu"), "device must be one of cpu, cuda"),
         (("train", "mlm", "--data-dir", tmp_path / "nowhere"), "which does not exist"),
         (("tokenize", tmp_path, "--output", tmp_path / "x"), "data_dir must hold .parquet or"),
         (("sweep", "mlm", "--data-dir", tmp_path, "--vary", "hashes=1,2"), "got 'hashes'"),

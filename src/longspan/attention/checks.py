@@ -64,6 +64,20 @@ def integer(name: str, value: object, low: int, high: int | None = None) -> None
         raise ValueError(f"{name} must be {bounds}, got {value}")
 
 
+def number(name: str, value: object, low: float) -> None:
+    """Check that `value` is a number of at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number of at least {low}, got {value!r}")
+    if not value >= low:
+        raise ValueError(f"{name} must be a number of at least {low}, got {value}")
+
+
+def boolean(name: str, value: object) -> None:
+    """Check that `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be true or false, got {value!r}")
+
+
 def choice(name: str, value: object, options: Iterable[str]) -> None:
     """Check that `value` is one of `options`; the error names the nearest."""
     options = list(options)

@@ -110,7 +110,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             query, key, value = (x[None] for x in (query, key, value))
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        mask = _visible(key_padding_mask, batched)
+        mask = _visible(key_padding_mask, batched, key)
         linears = self._linears()
         if self.attention.project_first:
             q = self._heads(F.linear(query, *linears[0]))
@@ -131,7 +131,19 @@ class MultiheadAttention(nn.MultiheadAttention):
             if x.dim() not in (2, 3) or x.dim() != query.dim() or x.shape[-1] != size:
                 form = f"(N, B, {size}), (B, N, {size}) with batch_first, or (N, {size})"
                 raise ValueError(f"{name} must have shape {form}, got {tuple(x.shape)}")
-        return query.dim() == 3
+        batched = query.dim() == 3
+        batch = 0 if self.batch_first else 1
+        if batched and key.shape[batch] != query.shape[batch]:
+            raise ValueError(
+                f"key must have the batch size of query ({query.shape[batch]}), got "
+                f"{key.shape[batch]}"
+            )
+        if value.shape[:-1] != key.shape[:-1]:
+            raise ValueError(
+                f"value must have the batch size and length of key {tuple(key.shape[:-1])}, got "
+                f"{tuple(value.shape[:-1])}"
+            )
+        return batched
 
     def _heads(self, x: Tensor) -> Tensor:
         """(B, N, E) → (B, H, N, D)."""
@@ -147,11 +159,19 @@ class MultiheadAttention(nn.MultiheadAttention):
         return list(zip(weights, biases, strict=True))
 
 
-def _visible(key_padding_mask: Tensor | None, batched: bool) -> Tensor | None:
+def _visible(key_padding_mask: Tensor | None, batched: bool, key: Tensor) -> Tensor | None:
     """torch's padding mask (true or −∞ = ignore) as a key mask (true = attend)."""
     if key_padding_mask is None:
         return None
+    if not isinstance(key_padding_mask, Tensor):
+        given = type(key_padding_mask).__name__
+        raise TypeError(f"key_padding_mask must be a torch.Tensor or None, got {given}")
     mask = key_padding_mask if batched else key_padding_mask[None]
+    if mask.shape != key.shape[:2]:
+        expected = tuple(key.shape[:2] if batched else key.shape[1:2])
+        raise ValueError(
+            f"key_padding_mask must have the shape {expected}, got {tuple(key_padding_mask.shape)}"
+        )
     if mask.dtype == torch.bool:
         return ~mask
     if not mask.is_floating_point():

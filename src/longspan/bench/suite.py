@@ -32,6 +32,9 @@ MIN_REPEATS = 3
 CALLS = 2 + MIN_REPEATS  # one to warm up, one for memory
 
 
+DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
 @dataclass(frozen=True)
 class Setting:
     """What the user chose; `lengths` empty means those of the suite."""
@@ -42,6 +45,15 @@ class Setting:
     lengths: tuple[int, ...] = ()
     model: str | None = None
     text: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check that torch knows the device."""
+        try:
+            kind = torch.device(self.device).type
+        except RuntimeError:
+            kind = ""
+        if kind not in DEVICES:
+            raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {self.device!r}")
 
     @property
     def cuda(self) -> bool:
@@ -146,6 +158,11 @@ def run(
     limits, history = limits or Limits.of(setting), History()
     known = {} if fresh else _known(path)
     todo: list[tuple[str, Group, list[Entry]]] = []
+    groups = list(groups)
+    names = {entry.name for _, group in groups for entry in group.entries}
+    for text in only or ():
+        if not any(name.startswith(text) for name in names):
+            raise ValueError(f"only must begin one of {', '.join(sorted(names))}, got {text!r}")
     for suite, group in groups:
         missing = []
         for entry in group.entries:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from longspan.attention import checks
 from longspan.attention.methods import find
@@ -72,6 +73,12 @@ class LongspanConfig(PreTrainedConfig):
         """Check what is not checked elsewhere, once."""
         self.options = dict(self.options or {})
         find(self.method)
+        checks.choice("hidden_act", self.hidden_act, ACT2FN)
+        if self.classifier_act is not None:
+            checks.choice("classifier_act", self.classifier_act, ACT2FN)
+        for name in ("hidden_dropout_prob", "activation_dropout", "classifier_dropout"):
+            if not 0 <= (getattr(self, name) or 0) <= 1:
+                raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
         checks.choice("norm", self.norm, NORMS)
         checks.choice("positions", self.positions, POSITIONS)
         checks.choice("pooling", self.pooling, POOLINGS)

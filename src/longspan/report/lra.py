@@ -228,7 +228,7 @@ def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 def main(path: str | os.PathLike[str]) -> None:
     """Write the tables beside the rows, and say where."""
-    text = markdown(records.read(path))
+    text = markdown(records.read(path)) if Path(path).is_file() else ""
     if not text:
         sys.exit(f"{path} must hold rows of lra/… tasks, got none")
     tables = Path(path).with_suffix(".md")

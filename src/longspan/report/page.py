@@ -147,9 +147,9 @@ def _demo(rows: Rows) -> list[Section]:
     return [
         Section(
             "Training on a task that needs long range",
-            f"{about['description']} Guessing is right in {about['chance']:.1%} of cases. Every "
-            f"method sees the same {about['steps']} batches of {about['batch']} documents; seconds "
-            "count training alone, without the checks on held-out documents.",
+            f"{about.get('description', '')} Guessing is right in {about['chance']:.1%} of cases. "
+            f"Every method sees the same {about['steps']} batches of {about['batch']} documents; "
+            "seconds count training alone, without the checks on held-out documents.",
             charts,
             [Table(head, lines)],
         )

@@ -63,14 +63,20 @@ def _from(exact: Mapping[int, float], rivals: Mapping[str, Mapping[int, float]])
     return f", and below {str(first).split(' (')[0]} tokens exact attention is the fastest"
 
 
+def _shape(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in ("length", "heads", "head_dim", "dtype", "device"))
+
+
 def _error(rows: Rows) -> str:
     """The nearest cheap methods on the most real inputs there are."""
     errors = [row for row in rows if row.get("kind") == "error"]
     for inputs in ("real", "clustered", "spread"):
         chosen = [row for row in errors if row["inputs"] == inputs]
-        exact = [row["seconds"] for row in chosen if row["method"] == EXACT]
+        exact = {_shape(row): row["seconds"] for row in chosen if row["method"] == EXACT}
         cheap = [
-            row for row in chosen if exact and row["method"] != EXACT and row["seconds"] < exact[-1]
+            row
+            for row in chosen
+            if row["method"] != EXACT and row["seconds"] < exact.get(_shape(row), 0)
         ]
         if cheap:
             best = min(cheap, key=lambda row: row["error_softmax"])

@@ -55,7 +55,7 @@ def prepare(
     if folder.exists():
         raise FileExistsError(f"output must be a new folder, got {folder}")
     if tokenizer is None:
-        texts = (t for source in sources for s, t in documents(source, column) if s == "train")
+        texts = (text for split, text in documents(sources, column) if split == "train")
         made = tokenizers.train(texts, vocab_size)
     else:
         made = tokenizers.needs(tokenizers.load(tokenizer))
@@ -171,7 +171,7 @@ def _tokenized(
     sources: list[str | Path], tokenizer: Any, column: str
 ) -> Iterator[tuple[str, list[int]]]:
     """Split and ids of every document, many at a time: the tokenizer has threads of its own."""
-    items = (found for source in sources for found in documents(source, column))
+    items = documents(sources, column)
     while part := list(islice(items, AT_ONCE)):
         found = tokenizer([text for _, text in part], add_special_tokens=False, verbose=False)
         for (split, _), ids in zip(part, found["input_ids"], strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,16 @@ ALIASES = {"valid": "validation", "dev": "validation", "val": "validation"}
 HELD_OUT = 20  # where nothing says which documents are held out, one in so many is
 
 
-def documents(source: str | Path, column: str = "text") -> Iterator[tuple[str, str]]:
-    """Yield (split, text) of every document of a source, without reading it all at once.
+def documents(sources: Iterable[str | Path], column: str = "text") -> Iterator[tuple[str, str]]:
+    """Yield (split, text) of every document of sources, without reading them all at once.
 
     A source is a parquet or text file, a folder of them (a text file is one document), or
     `hf:name[:configuration]`. The split is the parquet column "split" or else what a file or one of
     its folders is named after: train, validation (valid, val, dev), test. Where nothing says, every
     20th document is held out for validation.
     """
-    for number, (split, text) in enumerate(_raw(source, column), start=1):
+    found = (document for source in sources for document in _raw(source, column))
+    for number, (split, text) in enumerate(found, start=1):
         yield split or ("validation" if number % HELD_OUT == 0 else "train"), text
 
 
@@ -83,7 +84,7 @@ def _parquet(path: Path, column: str) -> Iterator[tuple[str | None, str]]:
     if column not in names:
         raise ValueError(
             f"column must be one of {', '.join(names)} in {path}, got {column!r}; "
-            "name the column of the text with --set column=NAME"
+            "name the column of the text with --column, or --set column=NAME to train"
         )
     wanted = [column, "split"] if "split" in names else [column]
     for part in file.iter_batches(batch_size=256, columns=wanted):

@@ -37,8 +37,9 @@ def plan(
     for seed, task, method in itertools.product(range(seeds), tasks, methods):
         if not task.startswith("lra/"):
             raise ValueError(f"task must be one of the arena, lra/…, got {task!r}")
+        row = find_task(task)
         recipe = recipes.find(task, method, protocol=protocol)
-        recipe = settings.apply(recipe, find_task(task), method, settings.parse(given))
+        recipe = settings.apply(recipe, row, method, settings.parse(given))
         name = "_".join([task.replace("/", "-"), method, protocol, *given, f"seed={seed}"])
         labels = {"settings": " ".join(given), "protocol": protocol, "side_by_side": workers}
         jobs.append(Job(name, task, method, recipe, data_dir, seed, labels=labels))
@@ -74,6 +75,8 @@ def arena(
         if _identity({"task": job.task, "method": job.method, "seed": job.seed, **job.labels})
         not in known
     ]
+    if not wanted:
+        console.print(f"All {len(planned)} runs are in {rows}.", soft_wrap=True, highlight=False)
     for task in dict.fromkeys(job.task for job in wanted):
         prepare(task.removeprefix("lra/"), data_dir)
 

@@ -42,6 +42,9 @@ def train(
     """
     row = find_task(task)
     find_method(method)
+    changes = settings.parse(given)
+    if "length" in changes:
+        raise ValueError(f"length must be given by --length, got --set length={changes['length']}")
     if tensorboard and not find_spec("tensorboard"):
         raise ModuleNotFoundError("--tensorboard needs tensorboard: pip install tensorboard")
     before: list[str] = []  # settings of what is continued
@@ -53,15 +56,23 @@ def train(
                 f"with {was['method']}"
             )
         recipe = was["recipe"] if length is None else was["recipe"].changed(length=length)
+        known = recipe.config | (recipes.size(size) if size else {})
+        if known != recipe.config or protocol not in (None, recipe.data.get("protocol")):
+            raise ValueError(
+                f"size and protocol must be those of the run in {output}, or left out, got "
+                f"{size!r} and {protocol!r}"
+            )
         seed = was["seed"] if seed is None else seed
         start = start or (None if was["start"] is None else Path(was["start"]))
         data_dir = data_dir or Path(was["data_dir"])
         before = was.get("settings", "").split()
     else:
         recipe = recipes.find(task, method, model_size=size, length=length, protocol=protocol)
+        if start is not None and size is not None:
+            raise ValueError(f"size must be left out: {start} has its own, got {size!r}")
         if start is not None:
             recipe = recipe.from_start()
-    recipe = settings.apply(recipe, row, method, settings.parse(given))
+    recipe = settings.apply(recipe, row, method, changes)
     last = {setting.partition("=")[0]: setting for setting in (*before, *given)}
     if keep_best:
         recipe = recipe.changed(keep_best=True)

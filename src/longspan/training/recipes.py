@@ -93,6 +93,11 @@ class Recipe:
             checks.integer(name, getattr(self, name), 1)
         for name in ("steps", "evaluate_every", "save_every", "patience", "evaluation_batch"):
             checks.integer(name, getattr(self, name), 0)
+        for name in ("learning_rate", "epochs", "warmup", "weight_decay", "adam_beta2",
+                     "adam_epsilon", "clip"):  # fmt: skip
+            checks.number(name, getattr(self, name), 0)
+        for name in ("checkpointing", "compile", "graph", "keep_best"):
+            checks.boolean(name, getattr(self, name))
         checks.choice("schedule", self.schedule, SCHEDULES)
         checks.choice("precision", self.precision, PRECISIONS)
         if not self.steps and self.epochs <= 0:

@@ -12,6 +12,8 @@ import torch
 import transformers
 from accelerate import PartialState
 from rich.console import Console
+from safetensors import safe_open
+from transformers.utils import SAFE_WEIGHTS_NAME as WEIGHTS
 
 from longspan import records
 from longspan.huggingface import extend_positions
@@ -113,9 +115,11 @@ def train(
     for noisy in (transformers.PrinterCallback, transformers.ProgressCallback):
         trainer.remove_callback(noisy)
     if not eval_only:
+        checkpoint = last_checkpoint(run.output) if resume else None
+        if checkpoint is not None:
+            _check_model(model, Path(checkpoint))
         if trainer.is_world_process_zero():
             _write_down(run)
-        checkpoint = last_checkpoint(run.output) if resume else None
         if checkpoint is not None:
             console.print(f"{title}: continuing from {checkpoint}", soft_wrap=True, highlight=False)
         with stop, watch:
@@ -166,6 +170,11 @@ def _load(run: Run, device: torch.device, eval_only: bool) -> Data:
     """The data; a trained model brings its tokenizer."""
     options = dict(run.recipe.data)
     trained = run.output / "model" if eval_only else run.start
+    if trained is not None and not (trained / "config.json").is_file():
+        name = "output must be the folder of a finished run" if eval_only else (
+            "start must be the folder of a trained model"
+        )  # fmt: skip
+        raise FileNotFoundError(f"{name}, {trained} with config.json, which is not there")
     asks = inspect.signature(run.task.load).parameters
     if trained is not None and "tokenizer" in asks and (trained / TOKENIZER).is_file():
         options.setdefault("tokenizer", str(trained))
@@ -180,10 +189,6 @@ def build_model(run: Run, data: Data, trained: Path | None = None) -> Any:
     if run.start is None:
         config = LongspanConfig(method=run.method, options=run.recipe.options, **fields)
         return run.task.model(config)
-    if not (run.start / "config.json").is_file():
-        raise FileNotFoundError(
-            f"start must be the folder of a trained model (with config.json), got {run.start}"
-        )
     config = LongspanConfig.from_pretrained(run.start)
     if config.method != run.method:
         raise ValueError(f"method must be that of {run.start} ({config.method}), got {run.method}")
@@ -257,12 +262,28 @@ def _row(
 
 
 def _check_output(run: Run, known: bool) -> None:
-    """A folder with checkpoints of another run is not written over by accident."""
-    if not known and last_checkpoint(run.output) is not None:
+    """A folder with checkpoints or the model of another run is not written over by accident."""
+    model = run.output / "model"
+    left = last_checkpoint(run.output) or (model if model.exists() else None)
+    if not known and left is not None:
         raise FileExistsError(
             f"output must be a new folder, or give --resume to continue, got {run.output}, which "
-            f"has {last_checkpoint(run.output)}"
+            f"has {left}"
         )
+
+
+def _check_model(model: Any, checkpoint: Path) -> None:
+    """A checkpoint is continued by the model that it is of, before anything is written."""
+    if not (checkpoint / WEIGHTS).is_file():
+        return  # in parts, one for each process
+    with safe_open(checkpoint / WEIGHTS, "pt") as kept:
+        shapes = {name: kept.get_slice(name).get_shape() for name in kept.keys()}  # noqa: SIM118
+    for name, x in model.state_dict().items():
+        if name in shapes and shapes[name] != list(x.shape):
+            raise ValueError(
+                f"settings and data must be those of {checkpoint}: its {name} has the shape "
+                f"{tuple(shapes[name])}, got {tuple(x.shape)}"
+            )
 
 
 def _reporters(run: Run) -> list[str]:

@@ -65,7 +65,9 @@ def sweep(
 ) -> int:
     """Run a sweep as the command line says; returns the exit code."""
     factors = dict(recipes.GRID) if grid else {}
-    for name, text in (one.partition("=")[::2] for one in vary):
+    for name, equals, text in (one.partition("=") for one in vary):
+        if not equals or not text:
+            raise ValueError(f"--vary must be name=value,value, got {name + equals!r}")
         factors[name] = [settings.parse([f"{name}={v}"])[name] for v in text.split(",")]
     planned = plan(
         task, methods, factors, settings.parse(given), data_dir=data_dir, size=size,

@@ -77,6 +77,7 @@ def yoso(
     _check(q, k, v, key_mask, hash_bits, gradient)
     checks.integer("num_hashes", num_hashes, 1)
     checks.choice("hashing", hashing, HASHINGS)
+    checks.boolean("normalize", normalize)
     if backward_hashes is None:
         backward_hashes = num_hashes
     checks.integer("backward_hashes", backward_hashes, 1, num_hashes)
