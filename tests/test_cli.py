@@ -91,6 +91,10 @@ def test_negative_seed_is_refused(invoke):
     assert invoke("demo", "--seed", "-1").exit_code == 2
 
 
+def test_the_version_is_told(invoke):
+    assert invoke("--version").output == f"{longspan.__version__}\n"
+
+
 def test_no_command_shows_the_commands(invoke):
     result = invoke()
     for command in ("demo", "methods", "doctor"):

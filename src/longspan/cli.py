@@ -33,11 +33,25 @@ _FILES = f"Files of `longspan bench`, `demo` or `train`; by default {_ROWS}."
 _SUITES = "; ".join(f"{name}: {suite.summary}" for name, suite in SUITES.items())
 
 app = typer.Typer(
-    help="Attention over long sequences at linear cost.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(longspan.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _all_commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which it is.")
+    ] = False,
+) -> None:
+    """Attention over long sequences at linear cost."""
 
 
 @app.command()

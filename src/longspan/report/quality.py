@@ -27,10 +27,12 @@ def frontier(rows: Rows, where: str, prefix: str) -> list[Section]:
         chosen = [row for row in rows if row["inputs"] == inputs]
         if not chosen:
             continue
-        last = {row["name"]: row for row in chosen}
-        about = {"model": "a model", "text": "a text"} | dict(chosen[-1])
-        first = chosen[-1]
-        sizes = f"{first['length']:,} tokens, {first['heads']} heads of {first['head_dim']}"
+        newest = chosen[-1]
+        shape = ("length", "heads", "head_dim", "dtype")
+        alike = [row for row in chosen if all(row.get(x) == newest.get(x) for x in shape)]
+        last = {row["name"]: row for row in alike}
+        about = {"model": "a model", "text": "a text"} | dict(newest)
+        sizes = f"{newest['length']:,} tokens, {newest['heads']} heads of {newest['head_dim']}"
         for field, against in _AGAINST.items():
             charts.append(
                 Chart(
