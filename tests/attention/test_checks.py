@@ -149,8 +149,8 @@ BAD = {
     "projection-missing": (
         call("linformer"),
         TypeError,
-        "linformer() missing 2 required positional arguments: 'key_projection' and "
-        "'value_projection'",
+        "key_projection and value_projection must be given for linformer, got neither; "
+        "longspan.LinformerAttention has its own, and learns them",
     ),
     "projection-shape": (
         call("linformer", key_projection=torch.ones(4, 9), value_projection=torch.ones(4, 50)),

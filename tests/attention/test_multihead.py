@@ -144,6 +144,14 @@ def test_what_cannot_be_honoured_is_refused():
         MultiheadAttention(24, 3, method="yosso")
 
 
+def test_projections_start_afresh():
+    for widths in ({}, {"kdim": 12}):
+        mha = MultiheadAttention(24, 3, method="softmax", **widths)
+        before = mha._linears()[0][0].clone()
+        mha._reset_parameters()
+        assert not torch.equal(mha._linears()[0][0], before)
+
+
 def test_dtype_and_device_arguments():
     mha = MultiheadAttention(24, 3, "linformer", 3, dtype=torch.float64, max_length=30)
     assert {p.dtype for p in mha.parameters()} == {torch.float64}

@@ -158,6 +158,12 @@ def attention(
     if options.pop("is_causal", False):
         refuse_causal(method)
     checks.options(row.function, options, owner=method)
+    if method == "linformer" and not {"key_projection", "value_projection"} <= options.keys():
+        raise TypeError(
+            "key_projection and value_projection must be given for linformer, got "
+            f"{', '.join(options) or 'neither'}; longspan.LinformerAttention has its own, and "
+            "learns them"
+        )
     return row.function(q, k, v, key_mask=key_mask, **options)
 
 

@@ -71,6 +71,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         # computes softmax itself; this is how a layer tells it to call forward() instead.
         self._qkv_same_embed_dim = False
 
+    def _reset_parameters(self) -> None:
+        """Start the projections afresh; torch asks the flag above how they are stored."""
+        self._qkv_same_embed_dim = self.in_proj_weight is not None
+        super()._reset_parameters()
+        self._qkv_same_embed_dim = False
+
     def forward(
         self,
         query: Tensor,
