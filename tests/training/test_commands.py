@@ -30,7 +30,7 @@ def test_from_text_to_a_scored_model(invoke, tmp_path):
     output = tmp_path / "out"
     train = ["train", "mlm", "--method", "nystrom", "--output", output]
     more = ["--size", "tiny", "--length", 32, "--data-dir", tokens,
-            *sets(steps=4, batch=4, num_landmarks=8)]  # fmt: skip
+            *sets(steps=4, batch=4, num_landmarks=8, intermediate_size=96)]  # fmt: skip
     told = invoke(*train, *more, "--time-limit", 0)
     assert (told.exit_code, "Stopped at step 1 (time limit)" in told.output) == (0, True)
     assert invoke(*train, *more).exit_code == cli.BAD_INPUT  # neither new nor --resume
@@ -38,9 +38,10 @@ def test_from_text_to_a_scored_model(invoke, tmp_path):
     again = sets(evaluation_batch=2, batch=4)
     assert invoke(*train, "--eval-only", *again).exit_code == 0
     trained, scored = records.read(output / "rows.jsonl")
+    settings = ["steps=4", "batch=4", "num_landmarks=8", "intermediate_size=96"]
     assert trained["steps"] == 4
-    assert trained["settings"] == "steps=4 batch=4 num_landmarks=8"  # a table must not hide them
-    assert scored["settings"] == "steps=4 batch=4 num_landmarks=8 evaluation_batch=2"
+    assert trained["settings"] == " ".join(settings)  # a table must not hide them
+    assert scored["settings"] == " ".join([*settings, "evaluation_batch=2"])
     assert trained["options"] == {"num_landmarks": 8, "conv_kernel": 33}
     assert scored["metrics"] == {
         name: pytest.approx(values, rel=1e-6) for name, values in trained["metrics"].items()

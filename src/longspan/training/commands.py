@@ -55,9 +55,12 @@ def train(
                 f"output must be of {task} with {method}, got {output}, which is of {was['task']} "
                 f"with {was['method']}"
             )
+        before = was.get("settings", "").split()
         recipe = was["recipe"] if length is None else was["recipe"].changed(length=length)
-        known = recipe.config | (recipes.size(size) if size else {})
-        if known != recipe.config or protocol not in (None, recipe.data.get("protocol")):
+        changed = {setting.partition("=")[0] for setting in before}
+        sizes = recipes.size(size) if size else {}
+        same = all(recipe.config.get(x) == y for x, y in sizes.items() if x not in changed)
+        if not same or protocol not in (None, recipe.data.get("protocol")):
             raise ValueError(
                 f"size and protocol must be those of the run in {output}, or left out, got "
                 f"{size!r} and {protocol!r}"
@@ -65,7 +68,6 @@ def train(
         seed = was["seed"] if seed is None else seed
         start = start or (None if was["start"] is None else Path(was["start"]))
         data_dir = data_dir or Path(was["data_dir"])
-        before = was.get("settings", "").split()
     else:
         recipe = recipes.find(task, method, model_size=size, length=length, protocol=protocol)
         if start is not None and size is not None:

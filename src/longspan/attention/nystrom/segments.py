@@ -41,7 +41,7 @@ def both_segments(q: Tensor, k: Tensor, key_mask: Tensor | None, few: int) -> li
     """Of queries and keys: uneven where a mask hides keys or there are too few tokens."""
     batch, _, queries, _ = q.shape
     keys = k.shape[2]
-    if key_mask is None and queries >= few and keys > few:  # no more keys get exact attention
+    if key_mask is None and queries >= few and keys > few:  # else exact attention
         return [Segments(), Segments()]
     by_key = segments(key_mask, batch, keys, few, k.device)
     if queries == keys:  # one sequence: masked places do not enter the queries' landmarks either
