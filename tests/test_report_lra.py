@@ -120,8 +120,9 @@ def test_a_terminal_sees_ours_and_published_and_how_long_it_took():
 def test_other_rows_are_left_alone(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     records.append(path, {"kind": "training", "task": "mlm", "method": "yoso"})
-    with pytest.raises(SystemExit, match="must hold rows of lra/… tasks, got none"):
-        lra.main(path)
+    for wrong in (path, tmp_path / "nowhere.jsonl"):
+        with pytest.raises(SystemExit, match="must hold rows of lra/… tasks, got none"):
+            lra.main(wrong)
     records.append(path, {k: v for k, v in row().items() if k != "environment"})
     lra.main(path)
     assert capsys.readouterr().out == f"Wrote {tmp_path / 'rows.md'}\n"

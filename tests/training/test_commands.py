@@ -80,6 +80,7 @@ def test_what_was_typed_wrong_is_one_sentence(invoke, tmp_path):
         (("train", "mlm", "--data-dir", tmp_path / "nowhere"), "which does not exist"),
         (("tokenize", tmp_path, "--output", tmp_path / "x"), "data_dir must hold .parquet or"),
         (("sweep", "mlm", "--data-dir", tmp_path, "--vary", "hashes=1,2"), "got 'hashes'"),
+        (("sweep", "mlm", "--data-dir", tmp_path, "--vary", "hash_bits"), "--vary must be name="),
     ):
         told = invoke(*arguments)
         assert told.exit_code == cli.BAD_INPUT, arguments

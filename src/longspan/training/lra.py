@@ -83,8 +83,8 @@ def fields(
             initializer_range=(3 * channels) ** -0.5,
             embedding_range=0.02,
             embedding_norm=False,
-            # Without these three Linformer has 1.6 points less on Text, and exact attention does
-            # not find that operator with one seed of three.
+            # Linformer had 1.6 points less on Text without these three; docs/lra.md says how sure
+            # that is.
             classifier_size=inner,
             classifier_act="relu",
             classifier_dropout=0.0,
