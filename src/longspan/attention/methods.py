@@ -158,7 +158,8 @@ def attention(
     if options.pop("is_causal", False):
         refuse_causal(method)
     checks.options(row.function, options, owner=method)
-    if method == "linformer" and not {"key_projection", "value_projection"} <= options.keys():
+    needed = ("key_projection", "value_projection") if method == "linformer" else ()
+    if any(name not in options for name in needed):
         raise TypeError(
             "key_projection and value_projection must be given for linformer, got "
             f"{', '.join(options) or 'neither'}; longspan.LinformerAttention has its own, and "
