@@ -357,6 +357,10 @@ def test_wrong_configurations_and_inputs_are_refused():
         model(torch.arange(9)[None], output_attentions=True)
     with pytest.raises(NotImplementedError, match="every pair of tokens"):
         model(torch.arange(9)[None], torch.ones(1, 1, 9, 9))
+    with pytest.raises(
+        ValueError, match=r"attention_mask must have shape .* = \(1, 9\), got \(1, 8\)"
+    ):
+        model(torch.arange(9)[None], torch.ones(1, 8, dtype=torch.long))
 
 
 @pytest.mark.parametrize("model_class", [LongspanForMaskedLM, LongspanForPreTraining])

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from longspan import records
 from longspan.tasks import find
+from longspan.training import callbacks
 from longspan.training.run import FINISHED, STOPPED
 from longspan.training.trainer import Rows, last_checkpoint
 
@@ -66,6 +67,26 @@ def test_a_stopped_run_continues_bit_for_bit(method, number, more, data, tmp_pat
     one, two = weights(whole.output), weights(parts.output)
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_signal_that_comes_twice_is_one(data, tmp_path, monkeypatch):
+    """As `timeout` sends it: to a process, and to its group."""
+    run = runs.make("mlm", "softmax", data, tmp_path)
+    for _ in range(2):
+        stop_after(monkeypatch, 4, signal.SIGTERM)
+    stopped = runs.silent(run)
+    assert (stopped.status, stopped.signal) == (STOPPED, signal.SIGTERM)
+    assert last_checkpoint(tmp_path) is not None
+
+
+def test_a_second_signal_ends_at_once(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(callbacks, "ONE_SIGNAL", -1.0)
+    run = runs.make("mlm", "softmax", data, tmp_path)
+    for _ in range(2):
+        stop_after(monkeypatch, 4, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        runs.silent(run)
+    assert last_checkpoint(tmp_path) is None
 
 
 def test_an_evaluation_that_a_stop_skipped_is_made_up_for(data, tmp_path, monkeypatch):

@@ -202,6 +202,11 @@ class LongspanModel(LongspanPreTrainedModel):
             position_ids = torch.arange(tokens, device=given.device)[None]
         x = self.embeddings(input_ids, inputs_embeds, token_type_ids, position_ids)
         mask = key_mask(attention_mask)
+        if mask is not None and mask.shape != x.shape[:2]:
+            raise ValueError(
+                f"attention_mask must have shape (B, N) = {tuple(x.shape[:2])}, "
+                f"got {tuple(mask.shape)}"
+            )
         turns = self._turns(position_ids) if self.config.positions == "rotary" else None
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states

@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 TIMES = ("runtime", "per_second", "preparation_time")
 RANKS_AGREE_EVERY = 10  # steps
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ONE_SIGNAL = 1.0  # seconds: `timeout` and schedulers signal a process and then its whole group
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, float]:
@@ -123,11 +124,16 @@ class Stop(TrainerCallback):
         self.deadline = None if time_limit is None else time.monotonic() + time_limit
         self.reason: str | None = None
         self.signal: int | None = None
+        self.received = 0.0
         self.before: dict[int, Any] = {}
 
     def _received(self, number: int, frame: FrameType | None) -> None:
-        self.signal, self.reason = number, signal.Signals(number).name
-        signal.signal(number, self.before[number])  # a second one ends at once
+        if self.signal is None:
+            self.signal, self.reason = number, signal.Signals(number).name
+            self.received = time.monotonic()
+        elif time.monotonic() > self.received + ONE_SIGNAL:  # a second one ends at once
+            signal.signal(number, self.before[number])
+            signal.raise_signal(number)
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():  # no other may listen
