@@ -220,6 +220,24 @@ def test_the_summary_speaks_of_every_machine_and_of_errors(shown):
     assert shown["summary"] == summary(rows())
 
 
+def test_errors_of_other_shapes_are_not_compared():
+    """A method is cheap beside exact attention of its own shape, and charts show one shape."""
+    short = [
+        error("softmax", "softmax", "real", 0.6, 0.0),
+        error("nystrom num_landmarks=16", "nystrom", "real", 0.9, 0.1, num_landmarks=16),
+    ]
+    long = [
+        {**error("softmax", "softmax", "real", 2.0, 0.0), "length": 2048},
+        {**error("yoso num_hashes=8", "yoso", "real", 1.0, 0.7, num_hashes=8), "length": 2048},
+    ]
+    (sentence,) = summary(short + long)
+    assert sentence.startswith("On real inputs of 2,048 tokens")
+    assert "yoso num_hashes=8, with an error of 70%" in sentence
+    (section,) = (s for s in content(short + long)["sections"] if s.title.startswith("Error"))
+    assert [line[0] for line in section.tables[0].lines] == ["softmax", "yoso num_hashes=8"]
+    assert all("2,048 tokens" in chart.caption for chart in section.charts)
+
+
 def test_the_last_row_of_a_key_counts():
     old = list(timing("length", "softmax", 2))
     new = [{**row, "seconds": 7.0} for row in old]
