@@ -84,6 +84,11 @@ BAD = {
         ValueError,
         "hashing must be one of 'gaussian', 'hadamard', got 'hadamar' (did you mean 'hadamard'?)",
     ),
+    "normalize": (
+        call(normalize="no"),
+        TypeError,
+        "normalize must be true or false, got 'no'",
+    ),
     "gradient": (
         call(gradient="exact"),
         ValueError,

@@ -198,6 +198,7 @@ def test_matrix_runs_continues_and_skips(tmp_path):
     assert run(["softmax"], output=tmp_path / "elsewhere") == 0
     assert len(records.read(tmp_path / "rows.jsonl")) == 2
     assert not (tmp_path / "elsewhere").exists()
+    assert f"Nothing is left to run: {tmp_path / 'rows.jsonl'} has every row." in said.getvalue()
 
 
 def test_arena_says_what_it_cannot_run(tmp_path):

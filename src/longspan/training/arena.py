@@ -76,7 +76,8 @@ def arena(
         not in known
     ]
     if not wanted:
-        console.print(f"All {len(planned)} runs are in {rows}.", soft_wrap=True, highlight=False)
+        said = f"Nothing is left to run: {rows} has every row."
+        console.print(said, soft_wrap=True, highlight=False)
     for task in dict.fromkeys(job.task for job in wanted):
         prepare(task.removeprefix("lra/"), data_dir)
 
