@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 TIMES = ("runtime", "per_second", "preparation_time")
 RANKS_AGREE_EVERY = 10  # steps
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-ONE_SIGNAL = 1.0  # seconds: `timeout` and schedulers signal a process and then its whole group
+ONE_SIGNAL = 1.0  # seconds: `timeout` signals a process, and then its whole group
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, float]:
