@@ -17,7 +17,7 @@ from longspan.bench import (
     measure,
     timing_row,
 )
-from longspan.bench.cases import draw_inputs, fastest_exact
+from longspan.bench.cases import draw_inputs, fastest_exact, padding
 from longspan.bench.measure import SETTLED_SECONDS
 from longspan.bench.suite import Setting
 
@@ -253,6 +253,29 @@ def test_fused_rows_compare_equal_work_at_every_length(length, heads):
     assert {(c.length, c.heads, c.dtype, c.device) for c in cases.values()} == {
         (length, heads, "bfloat16", "cuda")
     }
+
+
+@pytest.mark.parametrize(("length", "batch"), [(512, 64), (4096, 8), (131072, 1)])
+def test_padded_rows_compare_equal_work(length, batch):
+    cases = dict(gpu_fused.padded(length, list(gpu_fused.METHODS)))
+    assert list(cases)[:2] == ["softmax, padded", "yoso fused, padded"]
+    assert ("yoso_expectation fused, padded" in cases) == (length <= 32768)
+    assert {(c.length, c.heads, c.batch, c.inputs) for c in cases.values()} == {
+        (length, 8, batch, "padded")
+    }
+    assert list(dict(gpu_fused.padded(length, ["nystrom"])))[2:] == ["nystrom fused, padded"]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_a_quarter_of_a_padded_batch_is_masked(batch):
+    mask = padding(batch, 400, "cpu")
+    assert mask.shape == (batch, 400)
+    assert mask.float().mean() == pytest.approx(0.75, abs=0.01)  # of whole tokens
+    assert (mask.sum(1) >= 200).all()
+    case = Case("softmax", 40, heads=2, head_dim=8, batch=batch, inputs="padded")
+    q, k, v = draw_inputs((3, batch, 2, 40, 8), "float32", "cpu", False, 0, inputs="padded")
+    expected = longspan.softmax(q, k, v, key_mask=padding(batch, 40, "cpu"))
+    assert torch.equal(case.build("forward")(), expected)
 
 
 @pytest.mark.gpu

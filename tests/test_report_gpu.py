@@ -150,6 +150,14 @@ def test_fused_methods_have_tables_and_a_plot(tmp_path):
     assert text.count("| 4,096 | 3.000 (1.00×) | 0.500 (6.00×) |") == 2
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
     assert "rows of" not in text
+    assert "padded" not in text
+    for name, seconds in (("softmax, padded", 8e-3), ("nystrom fused, padded", 2e-3)):
+        row = dict(name=name, mode="forward", length=4096, seconds=seconds, peak_bytes=3 << 20)
+        records.append(path, shape | row | {"inputs": "padded"})
+    report.write(path, fused.markdown, fused.draw)
+    text = (tmp_path / "rows.md").read_text()
+    assert text.count("| 4,096 | 8.000 (1.00×) | 2.000 (4.00×) |") == 1
+    assert text.count("| 4,096 | 4.000 (1.00×) | 5.000 (0.80×) | 1.000 (4.00×) |") == 2
     row = shape | dict(name="window fused", mode="forward", length=4096, seconds=1, peak_bytes=1)
     records.append(path, row | {"command": "later"})
     report.write(path, fused.markdown, fused.draw)

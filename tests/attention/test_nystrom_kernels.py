@@ -137,6 +137,33 @@ def test_more_heads_than_programs(monkeypatch):
         assert relative_error(a, b) < 2e-5, name
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+@pytest.mark.parametrize("tokens", [3, 16, 99, 1000])
+def test_segments_of_many_runs(tokens, masked, monkeypatch):
+    """A program cuts a run of tokens, knowing how many valid ones there are before it."""
+    monkeypatch.setattr(verbs, "RUN", 16)
+    monkeypatch.setattr(verbs, "COUNTS", 2)
+    mask = torch.rand(3, tokens, device=DEVICE) < torch.tensor([[0.1], [0.5], [0.9]], device=DEVICE)
+    mask[0, : tokens // 2] = False  # whole runs without a token
+    few = 7
+    made = segments(mask if masked else None, 3, tokens, few, DEVICE)
+    mask = mask if masked else torch.ones_like(mask)
+    assert torch.equal(made.mask, mask)
+    first, last, length = made.bounds
+    assert torch.equal(length, mask.sum(-1))
+    for b in range(3):
+        valid = mask[b].nonzero()[:, 0]
+        number = torch.arange(len(valid), device=DEVICE) * few // max(1, len(valid))
+        assert torch.equal(made.segment[b][valid].long(), number)
+        assert (made.segment[b][~mask[b]] == -1).all()
+        for j in range(few):
+            members = valid[number == j].tolist()
+            assert made.sizes[b, j] == len(members)
+            assert made.there[b, j] == bool(members)
+            bounds = [members[0], members[-1] + 1] if members else [0, 0]
+            assert [first[b, j].item(), last[b, j].item()] == bounds
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 6, 7, 23, 48])
 def test_segments_are_those_of_the_reference(tokens):
     x, _, _ = qkv(batch=4, heads=2, queries=max(tokens, 9), device=DEVICE)

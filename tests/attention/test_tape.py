@@ -32,6 +32,12 @@ def nystrom(forward, backward, q, k, v):
     return y, *backward(y, q, k, v, None, y, *saved, 1, False, 0.3)
 
 
+def masked_nystrom(forward, backward, q, k, v):
+    mask = torch.rand(k.shape[0], k.shape[2], device=DEVICE) < 0.7
+    y, *saved = forward(q, k, v, mask, 4, 1, False, 0.3, True)
+    return y, *backward(y, q, k, v, mask, y, *saved, 1, False, 0.3)
+
+
 def linformer(forward, backward, q, k, v):
     e, f = torch.randn(2, 5, k.shape[2], device=DEVICE)
     y, *saved = forward(q, k, v, e, f, None, 0.3)
@@ -51,6 +57,7 @@ def expectation(forward, backward, q, k, v):
 
 METHODS = {
     nystrom: (nystrom_forward, nystrom_backward),
+    masked_nystrom: (nystrom_forward, nystrom_backward),
     linformer: (linformer_forward, linformer_backward),
     window: (window_forward, window_backward),
     expectation: (yoso_expectation_forward, yoso_expectation_backward),

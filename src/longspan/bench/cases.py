@@ -25,6 +25,7 @@ INPUTS = {
     "clustered": "queries and keys are one of 32 Gaussian centres a head, and 0.35 of noise",
     "one-key": "queries are Gaussian, all keys of a head are the same",
     "one-vector": "all queries and keys of a head are the same",
+    "padded": "queries and keys are Gaussian, and a batch is padded: a quarter of it is masked",
 }
 CENTRES, NOISE = 32, 0.35
 
@@ -65,6 +66,8 @@ class Case:
         q, k, v = draw_inputs((3, *shape), *place, inputs=self.inputs)
         inputs = [q, k, v]
         options = dict(self.options)
+        if self.inputs == "padded":
+            options["key_mask"] = padding(self.batch, self.length, self.device)
         attend = BASELINES.get(self.method) or partial(longspan.attention, method=self.method)
         projections = _projections(self.method)
         if projections:
@@ -109,6 +112,13 @@ def fastest_exact(call: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
+def padding(batch: int, length: int, device: str) -> Tensor:
+    """The mask (B, N) of sequences from half to all of `length` long, three quarters on average."""
+    place = torch.arange(length, device=device)
+    share = 0.5 + 0.5 * (torch.arange(batch, device=device) + 0.5) / batch
+    return place < (share * length)[:, None]
+
+
 # At long lengths the inputs fill the memory, so methods share them; old ones are let go.
 @functools.lru_cache(maxsize=2)
 def draw_inputs(
@@ -132,7 +142,7 @@ def draw_inputs(
         for x in values[:2]:  # queries, keys
             which = torch.randint(CENTRES, (*batch, length, 1), generator=generator, device=device)
             x.mul_(NOISE).add_(centres.gather(-2, which.expand_as(x)))
-    elif inputs != "spread":
+    elif inputs in ("one-key", "one-vector"):
         values[1] = values[1, ..., :1, :].clone()
         if inputs == "one-vector":
             values[0] = values[1]

@@ -7,6 +7,7 @@
 Every length has the same work of 2^18 token-heads, at least eight heads of 64, in bfloat16. The
 peer is the attention of Hugging Face's Nyströmformer without its linear layers, under autocast.
 What is fused, and exact attention, is also timed as a CUDA graph, which leaves the host out.
+Batches that are padded, of YOSO too, are timed beside exact attention with the same mask.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from longspan import records
 from longspan.attention.convolution import add_convolution
-from longspan.bench.cases import MODES, Case
+from longspan.bench.cases import MODES, Case, fastest_exact
 from longspan.bench.gpu import Context
 from longspan.bench.measure import graphed, measure, peak_bytes, timing_row
 
@@ -46,6 +47,9 @@ LONGEST = {
 }
 
 GRAPH = ", graph"  # behind the name of what is timed as a CUDA graph
+PADDED = ", padded"  # and of what is given a mask
+PADDED_HEADS = 8
+YOSO = {"num_hashes": 32, "hash_bits": 8}
 Call = Callable[[], object]
 
 
@@ -64,6 +68,21 @@ def contenders(length: int, methods: list[str]) -> Iterator[tuple[str, Case, Con
             if length <= LONGEST.get(name, length):
                 options = {**METHODS[method], "impl": impl}
                 yield name, Case(method, options=options, **shape), nullcontext
+
+
+def padded(length: int, methods: list[str]) -> Iterator[tuple[str, Case]]:
+    """What is timed with a mask: exact attention by the fastest kernel that takes one, methods."""
+    batch = max(1, TOKEN_HEADS // length // PADDED_HEADS)
+    shape: dict[str, Any] = dict(
+        length=length, heads=PADDED_HEADS, batch=batch, dtype="bfloat16", device="cuda",
+        inputs="padded",
+    )  # fmt: skip
+    yield f"softmax{PADDED}", Case("softmax", **shape)
+    for method, options in {"yoso": YOSO, **METHODS}.items():
+        known = method in methods or method == "yoso"
+        if known and length <= LONGEST.get(f"{method} fused", length):
+            case = Case(method, options={**options, "impl": "fused"}, **shape)
+            yield f"{method} fused{PADDED}", case
 
 
 class _Given(nn.Module):
@@ -159,6 +178,9 @@ def calls(length: int, mode: str, methods: list[str]) -> dict[str, tuple[Case, C
         name: (case, within(context, case.build(mode)))
         for name, case, context in contenders(length, methods)
     }
+    for name, case in padded(length, methods):
+        call = case.build(mode)
+        found[name] = case, fastest_exact(call) if case.method == "softmax" else call
     if "nystrom" in methods:
         found |= {name: (case, call) for name, case, call in convolutions(length, mode)}
     name = "nystrom Hugging Face"
@@ -184,7 +206,8 @@ def main(path: str, methods: list[str]) -> None:
                 max_repeats=15,
                 device="cuda",
             )
-            exact = min(t.seconds for name, t in timings.items() if name.startswith("softmax"))
+            masked = timings[f"softmax{PADDED}"].seconds
+            full = min(timings[name].seconds for name in ("softmax cuDNN", "softmax flash"))
             share = TOKEN_HEADS / (max(8, TOKEN_HEADS // length) * length)
             cells = []
             for name, (case, call) in found.items():
@@ -195,6 +218,7 @@ def main(path: str, methods: list[str]) -> None:
                 row["command"] = records.command()
                 records.append(path, row)
                 seconds = timings[name].seconds
+                exact = masked if name.endswith(PADDED) else full
                 cells.append(f"{name} {1000 * share * seconds:.3f} ({exact / seconds:.2f}×)")
             print(f"{length:7,}  " + "   ".join(cells), flush=True)
 

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -24,17 +23,11 @@ class Segments:
 
 
 def segments(mask: Tensor | None, batch: int, tokens: int, few: int, device: Any) -> Segments:
-    """As `base.segment_means` cuts them, from running counts and without a host's look at them."""
-    if mask is None:
-        mask = torch.ones(batch, tokens, dtype=torch.bool, device=device)
-    count = mask.cumsum(-1)
-    length = count[:, -1:].contiguous()
-    edges = (torch.arange(few + 1, device=device) * length + few - 1) // few
-    first = torch.searchsorted(count, edges[:, :-1] + 1)
-    last = torch.searchsorted(count, edges[:, 1:].contiguous()) + 1
-    sizes = edges.diff(dim=-1)
-    segment = torch.where(mask, (count - 1) * few // length.clamp(min=1), -1).int()
-    return Segments(mask.contiguous(), (first, last, length[:, 0]), sizes > 0, segment, sizes)
+    """As `base.segment_means` cuts them, without a host's look at them."""
+    from longspan.attention.nystrom import triton as verbs
+
+    mask, first, last, length, there, sizes, segment = verbs.cut(mask, batch, tokens, few, device)
+    return Segments(mask, (first, last, length), there, segment, sizes)
 
 
 def both_segments(q: Tensor, k: Tensor, key_mask: Tensor | None, few: int) -> list[Segments]:

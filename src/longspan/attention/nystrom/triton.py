@@ -7,6 +7,7 @@ F is the landmarks padded with zeros to a power of two: zero rows and columns of
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -19,6 +20,8 @@ PROGRAMS = 264  # heads at a time, each with its scratch
 # By padded landmarks: warps, and the inner length of a product's step.
 CONFIGS = {16: (1, 16), 32: (2, 32), 64: (4, 32), 128: (8, 32)}
 HELD_WARPS = {16: 1, 32: 4, 64: 8}  # of a solver that keeps them in registers, but for float32
+RUN = 1024  # tokens of a program that cuts a sequence
+COUNTS = 64  # of runs, that it adds up at a time
 
 
 @triton.jit
@@ -26,6 +29,85 @@ def _sizes(length, j, few):
     """Tokens of segment j when `length` of them are cut into `few`."""
     length = length.to(tl.int64)
     return ((j + 1) * length + few - 1) // few - (j * length + few - 1) // few
+
+
+@Kernel
+def _count(
+    mask, counts, first, last, tokens, few, runs,
+    MASKED: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
+    """Valid tokens of each run; bounds of segments that may stay empty; a mask where none is."""
+    row, run = (tl.program_id(0) // runs).to(tl.int64), tl.program_id(0) % runs
+    at = run * R + tl.arange(0, R)
+    there = at < tokens
+    if MASKED:
+        there &= tl.load(mask + row * tokens + at, mask=there, other=0) != 0
+    else:
+        tl.store(mask + row * tokens + at, there, mask=there)
+    tl.store(counts + row * runs + run, tl.sum(there.to(tl.int32), axis=0))
+    if run == 0:
+        f = tl.arange(0, F)
+        tl.store(first + row * few + f, tl.zeros((F,), tl.int64), mask=f < few)
+        tl.store(last + row * few + f, tl.zeros((F,), tl.int64), mask=f < few)
+
+
+@Kernel
+def _cut(
+    mask, counts, first, last, lengths, there, sizes, segment, tokens, few, runs,
+    R: tl.constexpr, C: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
+    """The segment of each token of a run, and the bounds of those that begin or end in it."""
+    row, run = (tl.program_id(0) // runs).to(tl.int64), tl.program_id(0) % runs
+    length = tl.zeros((), tl.int32)
+    before = tl.zeros((), tl.int32)
+    for start in range(0, runs, C):
+        i = start + tl.arange(0, C)
+        count = tl.load(counts + row * runs + i, mask=i < runs, other=0)
+        length += tl.sum(count, axis=0)
+        before += tl.sum(tl.where(i < run, count, 0), axis=0)
+    length = length.to(tl.int64)
+    at = run * R + tl.arange(0, R)
+    inside = at < tokens
+    valid = tl.load(mask + row * tokens + at, mask=inside, other=0) != 0
+    rank = (before + tl.cumsum(valid.to(tl.int32), axis=0) - 1).to(tl.int64)
+    j = rank * few // tl.maximum(length, 1)
+    tl.store(segment + row * tokens + at, tl.where(valid, j, -1).to(tl.int32), mask=inside)
+    begins = valid & (rank == (j * length + few - 1) // few)
+    ends = valid & (rank + 1 == ((j + 1) * length + few - 1) // few)
+    tl.store(first + row * few + j, at.to(tl.int64), mask=begins)
+    tl.store(last + row * few + j, at.to(tl.int64) + 1, mask=ends)
+    if run == 0:
+        f = tl.arange(0, F)
+        size = _sizes(length, f, few)
+        tl.store(lengths + row, length)
+        tl.store(sizes + row * few + f, size, mask=f < few)
+        tl.store(there + row * few + f, size > 0, mask=f < few)
+
+
+def cut(mask: Tensor | None, batch: int, tokens: int, few: int, device: Any) -> tuple[Tensor, ...]:
+    """Mask (B, N), where each segment begins and ends (B, F), valid tokens (B,), which segments
+    hold any and how many (B, F), the segment of each token (B, N) or −1.
+
+    An empty segment begins and ends at 0.
+    """
+
+    def make(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    runs = cdiv(tokens, RUN)
+    known = make(batch, tokens, dtype=torch.bool) if mask is None else mask.contiguous()
+    counts, segment = (make(batch, n, dtype=torch.int32) for n in (runs, tokens))
+    first, last, sizes = (make(batch, few, dtype=torch.int64) for _ in range(3))
+    length, there = make(batch, dtype=torch.int64), make(batch, few, dtype=torch.bool)
+    shared = dict(R=RUN, F=padded(few), num_warps=4)
+    _count[(batch * runs,)](
+        known, counts, first, last, tokens, few, runs, MASKED=mask is not None, **shared
+    )
+    _cut[(batch * runs,)](
+        known, counts, first, last, length, there, sizes, segment, tokens, few, runs,
+        C=COUNTS, **shared,
+    )  # fmt: skip
+    return known, first, last, length, there, sizes, segment
 
 
 @Kernel
