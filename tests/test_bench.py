@@ -242,6 +242,37 @@ def test_gpu_rows_of_another_gpu_do_not_count(small_gpu, tmp_path, monkeypatch):
 def test_gpu_command_says_that_it_needs_one():
     with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
         gpu.main(["--lengths", "512", "--only", "yoso"])
+    with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
+        gpu_fused.main(["rows.jsonl", "nystrom"])
+    with pytest.raises(ValueError, match=r"method must be one of .*, got 'nystrm' \(did you mean"):
+        gpu_fused.main(["rows.jsonl", "nystrm"])
+
+
+def test_fused_rows_go_on_where_they_stopped(tmp_path, monkeypatch):
+    """Of a length that lacks a row all are measured again, for a ratio is of one run."""
+    path = tmp_path / "rows.jsonl"
+    methods = ["nystrom", "window"]
+    every = [(mode, length) for mode in MODES for length in gpu_fused.LENGTHS]
+    assert gpu_fused.left(str(path), methods) == every
+    for name in gpu_fused.names(512, methods):
+        row = dict(suite="fused-gpu", mode="forward", length=512, name=name)
+        records.append(path, row)
+    assert gpu_fused.left(str(path), methods) == every[1:]
+    assert gpu_fused.left(str(path), list(gpu_fused.METHODS)) == every
+    # On a GPU, one length of two is left; here exact attention and its measurements are stand-ins.
+    case = Case("softmax", 512, heads=8)
+    found = ["softmax cuDNN", "softmax flash", "softmax, padded", "nystrom fused"]
+    monkeypatch.setattr(gpu_fused, "LENGTHS", (512, 1024))
+    monkeypatch.setattr(gpu_fused, "MODES", ("forward",))
+    monkeypatch.setattr(gpu_fused, "calls", lambda *_: dict.fromkeys(found, (case, list)))
+    monkeypatch.setattr(gpu_fused, "peak_bytes", lambda call: 1)
+    timing = Timing(1e-3, 1e-3, 1e-3, 1)
+    monkeypatch.setattr(gpu_fused, "measure", lambda calls, **_: dict.fromkeys(calls, timing))
+    before = len(records.read(path))
+    gpu_fused.run(str(path), methods)
+    assert len(records.read(path)) == before + len(found)
+    gpu_fused.run(str(path), methods, fresh=True)
+    assert len(records.read(path)) == before + 3 * len(found)
 
 
 @pytest.mark.parametrize(("length", "heads"), [(512, 512), (4096, 64), (131072, 8)])

@@ -61,6 +61,18 @@ def test_unknown_names_are_told_the_nearest():
         recipes.find("mlm", "yoso", model_size="huge")
 
 
+def test_settings_that_a_recipe_has_anyway_tell_nothing():
+    """Rows of runs that are the same then have the same settings, and are of one group."""
+    task, method = find("lra/text"), "nystrom"
+    recipe = recipes.find(task.name, method)
+    own = ["evaluate_every=500", "learning_rate=1e-4", "num_landmarks=128", "classifier_act=relu",
+           "protocol=longspan", "graph=false"]  # fmt: skip
+    other = ["steps=0", "epochs=3", "learning_rate=2e-4", "num_landmarks=64", "classifier_size=64",
+             "protocol=wisconsin", "data_seed=0"]  # fmt: skip
+    assert settings.telling(recipe, task, method, own) == []
+    assert settings.telling(recipe, task, method, [*own, *other]) == other
+
+
 def test_families_name_all_tasks():
     assert {task.partition("/")[0] for task in TASKS} == set(FAMILIES)
 

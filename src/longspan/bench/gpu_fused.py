@@ -1,8 +1,9 @@
 """Rows for an NVIDIA GPU: the Triton methods beside exact attention, their references and a peer.
 
-    python -m longspan.bench.gpu_fused results/fused-gpu.jsonl             # every method
-    python -m longspan.bench.gpu_fused results/fused-gpu.jsonl nystrom     # some of them
+    python -m longspan.bench.gpu_fused results/fused-gpu.jsonl [METHOD …] [--fresh]
     python -m longspan.bench.gpu_fused --kernels nystrom 4096              # time kernel by kernel
+
+Lengths that the file holds already are not measured again, so an interrupted run goes on.
 
 Every length has the same work of 2^18 token-heads, at least eight heads of 64, in bfloat16. The
 peer is the attention of Hugging Face's Nyströmformer without its linear layers, under autocast.
@@ -12,10 +13,12 @@ Batches that are padded, of YOSO too, are timed beside exact attention with the 
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,16 +26,22 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from longspan import records
+from longspan.attention import checks
 from longspan.attention.convolution import add_convolution
 from longspan.bench.cases import MODES, Case, fastest_exact
 from longspan.bench.gpu import Context
 from longspan.bench.measure import graphed, measure, peak_bytes, timing_row
 
+SUITE = "fused-gpu"
 LENGTHS = tuple(512 << i for i in range(9))
 TOKEN_HEADS = 1 << 18
 SECONDS = 0.3  # of repeats for one length and mode
 LANDMARKS = 64
 TAPS = 33  # of the convolution
+EXACT = {
+    "softmax cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "softmax flash": SDPBackend.FLASH_ATTENTION,
+}
 METHODS: dict[str, dict[str, Any]] = {
     "yoso_expectation": {"hash_bits": 8},
     "nystrom": {"num_landmarks": LANDMARKS},
@@ -57,11 +66,8 @@ def contenders(length: int, methods: list[str]) -> Iterator[tuple[str, Case, Con
     """What is timed at a length: exact attention by two kernels, methods fused and as written."""
     heads = max(8, TOKEN_HEADS // length)
     shape: dict[str, Any] = dict(length=length, heads=heads, dtype="bfloat16", device="cuda")
-    for name, backend in (
-        ("cuDNN", SDPBackend.CUDNN_ATTENTION),
-        ("flash", SDPBackend.FLASH_ATTENTION),
-    ):
-        yield f"softmax {name}", Case("softmax", **shape), partial(sdpa_kernel, backend)
+    for name, backend in EXACT.items():
+        yield name, Case("softmax", **shape), partial(sdpa_kernel, backend)
     for method in methods:
         for impl in ("fused", "reference"):
             name = f"{method} {impl}"
@@ -189,38 +195,63 @@ def calls(length: int, mode: str, methods: list[str]) -> dict[str, tuple[Case, C
             found[name] = peer(length, mode)
         except ImportError as error:
             print(f"{name} was not timed: {error}", file=sys.stderr)
-    alone = [name for name in found if name.startswith("softmax") or name.endswith("fused")]
+    alone = [name for name in found if name in EXACT or name.endswith("fused")]
     return found | {name + GRAPH: (found[name][0], graphed(found[name][1])) for name in alone}
 
 
-def main(path: str, methods: list[str]) -> None:
-    """Measure, append rows to `path`, and print milliseconds per 2^18 token-heads."""
-    for mode in MODES:
-        print(f"\n{mode}: ms per 2^18 token-heads, and the ratio to the faster exact kernel")
-        for length in LENGTHS:
-            found = calls(length, mode, methods)
-            timings = measure(
-                {name: call for name, (_, call) in found.items()},
-                budget=SECONDS,
-                warmup=2,
-                max_repeats=15,
-                device="cuda",
+def left(path: str, methods: list[str]) -> list[tuple[str, int]]:
+    """The modes and lengths that `path` lacks rows of, on this GPU."""
+    gpu = records.environment()["gpu"]
+    known = records.read(path) if Path(path).exists() else []
+    done = {
+        (row["mode"], row["length"], row["name"])
+        for row in known
+        if row.get("suite") == SUITE and row["environment"]["gpu"] == gpu
+    }
+    return [
+        (mode, length)
+        for mode in MODES
+        for length in LENGTHS
+        if any((mode, length, name) not in done for name in names(length, methods))
+    ]
+
+
+def names(length: int, methods: list[str]) -> list[str]:
+    """What has rows at a length, in whatever environment."""
+    full = [name for name, _, _ in contenders(length, methods)]
+    return full + [name for name, _ in padded(length, methods)]
+
+
+def run(path: str, methods: list[str], *, fresh: bool = False) -> None:
+    """Measure what `path` lacks, or with `fresh` all, append it there, and print milliseconds."""
+    every = [(mode, length) for mode in MODES for length in LENGTHS]
+    print("ms per 2^18 token-heads, and the ratio to the faster exact kernel")
+    for mode, length in every if fresh else left(path, methods):
+        found = calls(length, mode, methods)
+        timings = measure(
+            {name: call for name, (_, call) in found.items()},
+            budget=SECONDS,
+            warmup=2,
+            max_repeats=15,
+            device="cuda",
+        )
+        masked = timings[f"softmax{PADDED}"].seconds
+        full = min(timings[name].seconds for name in EXACT)
+        share = TOKEN_HEADS / (max(8, TOKEN_HEADS // length) * length)
+        rows, cells = [], []
+        for name, (case, call) in found.items():
+            graph = name.endswith(GRAPH)
+            rows.append(
+                timing_row(case, mode, timings[name])
+                | {"name": name.removesuffix(GRAPH), "graph": graph, "suite": SUITE}
+                | {"peak_bytes": None if graph else peak_bytes(call), "command": records.command()}
             )
-            masked = timings[f"softmax{PADDED}"].seconds
-            full = min(timings[name].seconds for name in ("softmax cuDNN", "softmax flash"))
-            share = TOKEN_HEADS / (max(8, TOKEN_HEADS // length) * length)
-            cells = []
-            for name, (case, call) in found.items():
-                row = timing_row(case, mode, timings[name])
-                graph = name.endswith(GRAPH)
-                row |= {"name": name.removesuffix(GRAPH), "graph": graph, "suite": "fused-gpu"}
-                row["peak_bytes"] = None if graph else peak_bytes(call)
-                row["command"] = records.command()
-                records.append(path, row)
-                seconds = timings[name].seconds
-                exact = masked if name.endswith(PADDED) else full
-                cells.append(f"{name} {1000 * share * seconds:.3f} ({exact / seconds:.2f}×)")
-            print(f"{length:7,}  " + "   ".join(cells), flush=True)
+            seconds = timings[name].seconds
+            exact = masked if name.endswith(PADDED) else full
+            cells.append(f"{name} {1000 * share * seconds:.3f} ({exact / seconds:.2f}×)")
+        for row in rows:  # a length has all of them or none
+            records.append(path, row)
+        print(f"{mode}, {length:,}  " + "   ".join(cells), flush=True)
 
 
 def by_kernel(method: str, length: int, rounds: int = 10) -> None:
@@ -245,11 +276,25 @@ def by_kernel(method: str, length: int, rounds: int = 10) -> None:
             print(f"  {each:8.1f} µs  {event.count // rounds:3d} ×  {event.key[:90]}")
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="longspan.bench.gpu_fused", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("path", nargs="?", default="results/fused-gpu.jsonl", help="of the rows")
+    parser.add_argument("methods", nargs="*", help=f"some of {', '.join(METHODS)}; all if none")
+    parser.add_argument("--fresh", action="store_true", help="measure again what is in the file")
+    parser.add_argument("--kernels", nargs=2, metavar=("METHOD", "N"), help="kernel by kernel")
+    given = parser.parse_args(arguments)
+    for method in given.methods or []:
+        checks.choice("method", method, METHODS)
     if not torch.cuda.is_available():
         sys.exit("bench.gpu_fused needs an NVIDIA GPU, and torch sees none")
-    arguments = sys.argv[1:] or ["results/fused-gpu.jsonl"]
-    if arguments[0] == "--kernels":
-        by_kernel(arguments[1], int(arguments[2]))
+    if given.kernels:
+        by_kernel(given.kernels[0], int(given.kernels[1]))
     else:
-        main(arguments[0], arguments[1:] or list(METHODS))
+        run(given.path, given.methods or list(METHODS), fresh=given.fresh)
+
+
+if __name__ == "__main__":
+    main()

@@ -20,6 +20,7 @@ from longspan.report.gpu import (
     grid,
     look_of,
     milliseconds,
+    notes,
     write,
 )
 
@@ -55,9 +56,11 @@ def markdown(rows: Iterable[Row]) -> str:
         "divided by it. At short lengths whole calls take as long as the host needs to launch "
         "them; exact attention is one launch. " + THREAD,
         *_runs(rows),
+        *notes(rows),
     ]
     for mode, title in MODES.items():
         every = [row for row in rows if row["mode"] == mode and not _padded(row)]
+        padded = [row for row in rows if row["mode"] == mode and _padded(row) and not _graph(row)]
         chosen = [row for row in every if not _graph(row)]
         parts += [f"## {title}", _times(chosen)]
         if graphs := [row for row in every if _graph(row)]:
@@ -66,12 +69,13 @@ def markdown(rows: Iterable[Row]) -> str:
                 "The same calls, captured once and replayed: what the GPU takes, without the host.",
                 _times(graphs),
             ]
-        if padded := [row for row in rows if row["mode"] == mode and _padded(row)]:
+        if padded:
             parts += [
                 f"### {title}, padded",
                 "Batches of eight heads whose sequences are from half to all of n long, masked "
                 "beyond, beside exact attention with the same mask by the fastest of torch's "
-                "kernels that takes one. `yoso` is 32 hashes of 8 bits.",
+                "kernels that takes one; its kernels for packed sequences are not compared. `yoso` "
+                "is 32 hashes of 8 bits.",
                 _times(padded),
             ]
         parts += [

@@ -77,7 +77,7 @@ def markdown(rows: Iterable[Row]) -> str:
         "`graph` is a call captured once and replayed, which leaves the host out."
         if any(row.get("graph") for row in rows)
         else "",
-        *_notes(rows),
+        *notes(rows),
         "## Time",
         "Milliseconds per 2^18 token-heads and, in brackets, the time of the faster exact kernel "
         "in the same run divided by it. Inputs spread out (Gaussian). " + THREAD,
@@ -173,7 +173,7 @@ def dress(axes: Any, title: str, lengths: Sequence[int]) -> None:
     axes.set_xlabel("length (tokens)")
 
 
-def _notes(rows: Sequence[Row]) -> list[str]:
+def notes(rows: Sequence[Row]) -> list[str]:
     """What rows say of themselves, each once, with how many say it."""
     notes = [row["note"] for row in rows if row.get("note")]
     return [f"Of {len(rows)} rows, {notes.count(n)}: {n}." for n in dict.fromkeys(notes)]

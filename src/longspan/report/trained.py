@@ -132,12 +132,12 @@ def _short(row: Mapping[str, Any]) -> bool:
 def _seeds(rows: Rows, tasks: list[str], prefix: str) -> list[Chart]:
     """Accuracy of every seed by task, in the commonest protocol, and rings at published ones.
 
-    Methods that were run on fewer of the arena's own tasks than others are left out.
+    Methods that were run on less than half as many of the arena's own tasks as others are left out.
     """
     protocol, _ = Counter(map(_protocol, rows)).most_common(1)[0]
     scores = _scores(row for row in rows if _protocol(row) == protocol)
     runs = {name: len(found.keys() & published.ARENA_TASKS) for name, found in scores.items()}
-    names = [name for name, count in runs.items() if count == max(runs.values())]
+    names = [name for name, count in runs.items() if 2 * count >= max(runs.values())]
     tasks = [task for task in tasks if any(task in scores[name] for name in names)]
     theirs = {x.method: dict(zip(published.ARENA_TASKS, x.accuracy, strict=True))
               for x in reversed(published.ARENA)}  # fmt: skip
@@ -146,7 +146,7 @@ def _seeds(rows: Rows, tasks: list[str], prefix: str) -> list[Chart]:
         places = {task: at + 0.7 * ((i + 0.5) / len(names) - 0.5) for at, task in enumerate(tasks)}
         points = [(places[task], y) for task, ys in scores[name].items() for y in ys]
         known = theirs.get(method_of(name), {})
-        printed = [(x, known[task]) for task, x in places.items() if task in known]
+        printed = [(places[task], known[task]) for task in scores[name] if task in known]
         x, y = zip(*points, strict=True)
         hover = "<b>%s</b> %%{y:.1f} %%<extra></extra>"
         data.append(trace(name, x, y, mode="markers", hovertemplate=hover % name))

@@ -39,9 +39,10 @@ def plan(
             raise ValueError(f"task must be one of the arena, lra/…, got {task!r}")
         row = find_task(task)
         recipe = recipes.find(task, method, protocol=protocol)
+        told = " ".join(settings.telling(recipe, row, method, given))
         recipe = settings.apply(recipe, row, method, settings.parse(given))
         name = "_".join([task.replace("/", "-"), method, protocol, *given, f"seed={seed}"])
-        labels = {"settings": " ".join(given), "protocol": protocol, "side_by_side": workers}
+        labels = {"settings": told, "protocol": protocol, "side_by_side": workers}
         jobs.append(Job(name, task, method, recipe, data_dir, seed, labels=labels))
     return jobs
 

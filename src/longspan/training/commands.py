@@ -74,8 +74,9 @@ def train(
             raise ValueError(f"size must be left out: {start} has its own, got {size!r}")
         if start is not None:
             recipe = recipe.from_start()
+    told = settings.telling(recipe, row, method, given)
     recipe = settings.apply(recipe, row, method, changes)
-    last = {setting.partition("=")[0]: setting for setting in (*before, *given)}
+    last = {setting.partition("=")[0]: setting for setting in (*before, *told)}
     if keep_best:
         recipe = recipe.changed(keep_best=True)
     outcome = run.train(

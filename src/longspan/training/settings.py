@@ -65,3 +65,15 @@ def apply(recipe: Recipe, task: Task, method: str, settings: dict[str, Any]) -> 
         else:
             changes.setdefault(names[name], {})[name] = value
     return recipe.changed(**changes)
+
+
+def telling(recipe: Recipe, task: Task, method: str, given: Iterable[str]) -> list[str]:
+    """Those of the settings that the recipe does not have anyway, as they were given."""
+    names = known(task, method)
+
+    def is_new(name: str, value: Any) -> bool:
+        part = names.get(name, "recipe")
+        values = vars(recipe) if part == "recipe" else getattr(recipe, part)
+        return name not in values or values[name] != value
+
+    return [setting for setting in given if is_new(*next(iter(parse([setting]).items())))]
