@@ -36,7 +36,10 @@ def test_from_text_to_a_scored_model(invoke, tmp_path):
     assert invoke(*train, *more).exit_code == cli.BAD_INPUT  # neither new nor --resume
     assert invoke(*train, "--resume").exit_code == 0  # what it was made of is written down
     again = sets(evaluation_batch=2, batch=4)
-    assert invoke(*train, "--eval-only", *again).exit_code == 0
+    told = invoke(*train, "--eval-only", *again)
+    assert told.exit_code == 0
+    assert "mlm nystrom: validation-32  loss " in told.output  # it is no step of training
+    assert "step" not in told.output
     trained, scored = records.read(output / "rows.jsonl")
     settings = ["steps=4", "batch=4", "num_landmarks=8", "intermediate_size=96"]
     assert trained["steps"] == 4

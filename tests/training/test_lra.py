@@ -103,10 +103,14 @@ def test_every_task_beats_chance(name, method, protocol, length, steps, chance, 
         batch=32, config=dict(hidden_dropout_prob=0.0),
         options={"num_landmarks": 8} if method == "nystrom" else {},
     )  # fmt: skip
+    said = io.StringIO()
     outcome = train(
         Run(task, method, recipe, tmp_path, tmp_path / "run"),
-        console=Console(quiet=True),
+        console=Console(file=said, width=400),
     )
+    for split in ("validation", "test"):  # of the weights that are scored, told apart
+        best = outcome.row["best"]["step"]
+        assert f"lra/{name} {method}: {split}, weights of step {best}  loss " in said.getvalue()
     accuracy = outcome.row["metrics"]["test"]["accuracy"]
     assert accuracy > goal > chance
     assert outcome.row["recipe"]["data"]["protocol"] == protocol

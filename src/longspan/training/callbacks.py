@@ -162,10 +162,14 @@ class Stop(TrainerCallback):
 
 
 class Watch(TrainerCallback):
-    """The progress bar: step, loss, tokens per second, time left; or plain lines."""
+    """The progress bar: step, loss, tokens per second, time left; or plain lines.
+
+    `scored` names what is evaluated once training is over; before, it is the step.
+    """
 
     def __init__(self, title: str, tokens: float, console: Console) -> None:
         self.title, self.tokens, self.console = title, tokens, console
+        self.scored: str | None = None
         self.progress: Progress | None = None
         self.start = (0, 0.0)
 
@@ -227,5 +231,5 @@ class Watch(TrainerCallback):
         if not state.is_world_process_zero:
             return
         shown = "  ".join(f"{name} {value:.4f}" for name, value in numbers(metrics).items())
-        self.console.print(f"{self.title}: step {state.global_step}  {shown}", soft_wrap=True,
-                           highlight=False)  # fmt: skip
+        what = self.scored or f"step {state.global_step}"
+        self.console.print(f"{self.title}: {what}  {shown}", soft_wrap=True, highlight=False)

@@ -128,7 +128,7 @@ def train(
             return Outcome(STOPPED, None, stop.reason, stop.signal, trainer.state.global_step)
         if run.recipe.keep_best and best.exists():
             trainer.load_model(best)
-    metrics = _evaluate(run, data, trainer, journal)
+    metrics = _evaluate(run, data, trainer, journal, watch)
     if run.save_model and not eval_only:
         trainer.save_model(str(run.output / "model"))
         if data.tokenizer is not None and state.is_main_process:
@@ -207,9 +207,10 @@ def build_model(run: Run, data: Data, trained: Path | None = None) -> Any:
 
 
 def _evaluate(
-    run: Run, data: Data, trainer: LongspanTrainer, journal: Journal
+    run: Run, data: Data, trainer: LongspanTrainer, journal: Journal, watch: Watch
 ) -> dict[str, dict[str, float]]:
     """Score every split; the first was scored already where the last step was evaluated."""
+    best = f", weights of step {journal.step}" if run.recipe.keep_best and journal.step else ""
     metrics: dict[str, dict[str, float]] = {}
     remembered = journal.state() if run.recipe.keep_best and journal.curve else None
     last = journal.curve[-1] if journal.curve else {}
@@ -221,6 +222,7 @@ def _evaluate(
         ):
             metrics[name] = {key: value for key, value in last.items() if key != "step"}
         else:
+            watch.scored = f"{name}{best}"
             metrics[name] = numbers(trainer.evaluate(Rows(examples)))
         remembered = remembered or journal.state()
     journal.restore(remembered or {})
