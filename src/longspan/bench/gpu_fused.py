@@ -217,7 +217,7 @@ def left(path: str, methods: list[str]) -> list[tuple[str, int]]:
 
 
 def names(length: int, methods: list[str]) -> list[str]:
-    """What has rows at a length, in whatever environment."""
+    """What has rows at a length wherever it is measured; the peer needs transformers."""
     full = [name for name, _, _ in contenders(length, methods)]
     return full + [name for name, _ in padded(length, methods)]
 
@@ -286,8 +286,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--fresh", action="store_true", help="measure again what is in the file")
     parser.add_argument("--kernels", nargs=2, metavar=("METHOD", "N"), help="kernel by kernel")
     given = parser.parse_args(arguments)
-    for method in given.methods or []:
-        checks.choice("method", method, METHODS)
+    try:
+        for method in given.methods:
+            checks.choice("method", method, METHODS)
+    except ValueError as error:
+        parser.error(str(error))
     if not torch.cuda.is_available():
         sys.exit("bench.gpu_fused needs an NVIDIA GPU, and torch sees none")
     if given.kernels:
