@@ -107,19 +107,23 @@ def _arena(rows: Rows, prefix: str) -> list[Section]:
             medians = [median(found[t]) for t in published.ARENA_TASKS if t in found]
             mean = f"{sum(medians) / len(medians):.1f}" if whole else ""
             lines.append([name, f"here{', ' * bool(protocol)}{protocol}", *cells, mean])
+    averaged = any(line[-1] for line in lines)  # else there is nothing to compare, and no room
     for printed in published.ARENA:
         known = dict(zip(published.ARENA_TASKS, printed.accuracy, strict=True))
         cells = [f"{known[t]:.1f}" if t in known else "" for t in tasks]
         average = f"{sum(printed.accuracy) / len(printed.accuracy):.1f}"
         lines.append([printed.name, printed.source, *cells, average])
+    head = ["method", "source", *tasks, "average"]
+    table = [line if averaged else line[:-1] for line in (head, *lines)]
     return [
         Section(
             "Long Range Arena",
-            "Accuracy in percent, the median over seeds and its range; the average is over the "
-            "five tasks. † fewer steps or tokens than in published runs, which are of the "
-            "arena's own data.",
+            "Accuracy in percent, the median over seeds and its range"
+            + ("; the average is over the five tasks" if averaged else "")
+            + ". † fewer steps or tokens than in published runs, which are of the arena's own "
+            "data.",
             _seeds(rows, tasks, prefix),
-            [Table(["method", "source", *tasks, "average"], lines)],
+            [Table(table[0], table[1:])],
         )
     ]
 
