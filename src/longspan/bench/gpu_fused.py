@@ -8,7 +8,7 @@ Lengths that the file holds already are not measured again, so an interrupted ru
 Every length has the same work of 2^18 token-heads, at least eight heads of 64, in bfloat16. The
 peer is the attention of Hugging Face's Nyströmformer without its linear layers, under autocast.
 What is fused, and exact attention, is also timed as a CUDA graph, which leaves the host out.
-Batches that are padded, of YOSO too, are timed beside exact attention with the same mask.
+Batches that are padded, of YOSO too, are timed beside `softmax` with the same mask.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def contenders(length: int, methods: list[str]) -> Iterator[tuple[str, Case, Con
 
 
 def padded(length: int, methods: list[str]) -> Iterator[tuple[str, Case]]:
-    """What is timed with a mask: exact attention by the fastest kernel that takes one, methods."""
+    """What is timed with a mask: `softmax` by the first kernel that takes one, methods."""
     batch = max(1, TOKEN_HEADS // length // PADDED_HEADS)
     shape: dict[str, Any] = dict(
         length=length, heads=PADDED_HEADS, batch=batch, dtype="bfloat16", device="cuda",

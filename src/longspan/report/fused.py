@@ -73,9 +73,10 @@ def markdown(rows: Iterable[Row]) -> str:
             parts += [
                 f"### {title}, padded",
                 "Batches of eight heads whose sequences are from half to all of n long, masked "
-                "beyond, beside exact attention with the same mask by the fastest of torch's "
-                "kernels that takes one; its kernels for packed sequences are not compared. `yoso` "
-                "is 32 hashes of 8 bits.",
+                "beyond. `softmax` is longspan's with the same mask: it zeroes hidden keys and "
+                "values, then calls the first of torch's kernels that takes a mask, so that it is "
+                "not the fastest exact attention there is. Packed sequences, which skip what is "
+                "hidden, are not compared. `yoso` is 32 hashes of 8 bits.",
                 _times(padded),
             ]
         parts += [
