@@ -183,6 +183,13 @@ def test_a_chain_is_told_of_addresses_that_changed(use):
     assert not driver.live
 
 
+def test_a_base_that_no_node_reads_tells_nobody(use):
+    driver, chain = use(Driver()), Chain(two())
+    for third in (7, 8, 8):
+        chain(None, [1000, 2000, third])
+    assert driver.given == [("graph", 5, *nodes(1000, 2008))] * 3
+
+
 def test_a_captured_stream_gets_launches_and_the_graph_is_not_told(use):
     driver, chain = use(Driver()), Chain(two())
     chain(None, [1000, 2000])
@@ -219,7 +226,9 @@ def test_a_chain_that_fails_says_which_and_is_told_again(use):
     driver.errors = ["CUDA_ERROR_INVALID_CONTEXT"]
     entered = driver.entered
     chain(None, [3000, 4000])
-    assert driver.given == [("told", 1), ("told", 1), ("graph", 5, *nodes(3000, 4008))]
+    # A node that was told is told again: how far it came is not kept.
+    told = [("told", 0), ("told", 0), ("told", 1)]
+    assert driver.given == [*told, ("graph", 5, *nodes(3000, 4008))]
     assert driver.entered == entered + 1
 
 

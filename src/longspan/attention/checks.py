@@ -21,12 +21,13 @@ def qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{name} must have shape (B, H, N, D), got {_shape(x)}")
         if not x.is_floating_point():
             raise TypeError(f"{name} must have a floating-point dtype, got {x.dtype}")
-        if 0 in x.shape[1:]:
+        if x.numel() == 0 and 0 in x.shape[1:]:
             raise ValueError(
                 f"{name} must have at least one head, token and channel, got {_shape(x)}"
             )
+    batch, heads, _, channels = q.shape  # parts of a torch.Size take long to make
     for name, x in (("k", k), ("v", v)):
-        if x.shape[:2] != q.shape[:2]:
+        if x.size(0) != batch or x.size(1) != heads:
             raise ValueError(
                 f"{name} must have the batch size and heads of q {_shape(q)}, got {_shape(x)}"
             )
@@ -34,9 +35,9 @@ def qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise TypeError(f"{name} must have the dtype of q ({q.dtype}), got {x.dtype}")
         if x.device != q.device:
             raise ValueError(f"{name} must be on the device of q ({q.device}), got {x.device}")
-    if k.shape[3] != q.shape[3]:
-        raise ValueError(f"k must have the head dimension of q ({q.shape[3]}), got {k.shape[3]}")
-    if v.shape[2] != k.shape[2]:
+    if k.size(3) != channels:
+        raise ValueError(f"k must have the head dimension of q ({channels}), got {k.shape[3]}")
+    if v.size(2) != k.size(2):
         raise ValueError(f"v must have the length of k ({k.shape[2]}), got {v.shape[2]}")
 
 

@@ -76,18 +76,14 @@ class Again:
 
     def __call__(self, bases: Any, addresses: Sequence[int]) -> None:
         """Run it on bases with these addresses."""
-        self.fill(self.at(addresses))
+        self.fill(addresses)
         self.run.go(self.grid)
 
-    def at(self, addresses: Sequence[int]) -> list[int]:
-        """What its slots hold."""
-        return [addresses[base] + offset for _, base, offset in self.slots]
-
-    def fill(self, values: Sequence[int]) -> None:
-        """Put that there."""
+    def fill(self, addresses: Sequence[int]) -> None:
+        """Put these addresses into its slots."""
         room = self.run.values
-        for (slot, _, _), value in zip(self.slots, values, strict=True):
-            room[slot] = value
+        for slot, base, offset in self.slots:
+            room[slot] = addresses[base] + offset
 
 
 class Chain:
@@ -101,7 +97,11 @@ class Chain:
     def __init__(self, launches: Sequence[Again]) -> None:
         self.launches = launches
         self.nodes: list[tuple[Any, Any]]  # with parameters
-        self.told: list[list[int]]  # what each node has in its slots
+        self.told: list[int | None]  # the addresses of bases that nodes have; None: not known
+        self.users: dict[int, list[int]] = {}  # of a base: which nodes have it in a slot
+        for i, launch in enumerate(launches):
+            for base in {base for _, base, _ in launch.slots}:
+                self.users.setdefault(base, []).append(i)
         self.name = ", ".join(launch.run.name for launch in launches)
         self.graph: Any = None
 
@@ -117,7 +117,7 @@ class Chain:
 
     def _build(self, addresses: Sequence[int]) -> None:
         enter(torch._C._cuda_getDevice())
-        self.nodes, self.told = [], []
+        self.nodes, self.told = [], list(addresses)
         graph = self._made(driver().cuGraphCreate(0))
         weakref.finalize(self, driver().cuGraphDestroy, graph).atexit = False
         for launch in self.launches:
@@ -126,8 +126,7 @@ class Chain:
             parameters.gridDimX, parameters.gridDimY, parameters.gridDimZ = launch.grid, 1, 1
             parameters.blockDimX, parameters.blockDimY, parameters.blockDimZ = run.block, 1, 1
             parameters.sharedMemBytes = run.shared
-            self.told.append(launch.at(addresses))
-            launch.fill(self.told[-1])
+            launch.fill(addresses)
             before = [node for node, _ in self.nodes[-1:]]
             made = driver().cuGraphAddKernelNode(graph, before, len(before), parameters)
             self.nodes.append((self._made(made), parameters))
@@ -141,14 +140,16 @@ class Chain:
         return made
 
     def _try(self, addresses: Sequence[int], stream: int) -> Any:
-        for i, launch in enumerate(self.launches):
-            now = launch.at(addresses)
-            if now != self.told[i]:
-                launch.fill(now)
+        if addresses != self.told:
+            others = [base for base in self.users if addresses[base] != self.told[base]]
+            for base in others:
+                self.told[base] = None  # until all is told: an error may come between
+            for i in {i for base in others for i in self.users[base]}:
+                self.launches[i].fill(addresses)
                 (error,) = driver().cuGraphExecKernelNodeSetParams(self.graph, *self.nodes[i])
                 if error:
                     return error
-                self.told[i] = now
+            self.told = list(addresses)
         (error,) = driver().cuGraphLaunch(self.graph, stream)
         return error
 

@@ -10,6 +10,7 @@ import torch
 _library = torch.library.Library("longspan", "FRAGMENT")
 _there: dict[str, Callable] = {}  # what ops do on their device
 PLAIN = torch.Tensor, torch.nn.Parameter
+_HERE = nullcontext()
 
 
 def op(run: Callable) -> Callable:
@@ -50,5 +51,5 @@ def fake(run: Callable) -> Callable[[Callable], Callable]:
 def _on(device: torch.device) -> AbstractContextManager[object]:
     """Make a device the current one; torch's own way asks much where it is already."""
     if device.index == torch._C._cuda_getDevice():
-        return nullcontext()
+        return _HERE
     return torch.cuda.device(device)

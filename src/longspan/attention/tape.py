@@ -58,7 +58,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, given: Sequence[Given]) -> None:
         super().__init__()
         numbered = list(enumerate(given))
-        self.given = {_address(x): i for i, x in reversed(numbered) if type(x) is not Number}
+        self.given = {x.data_ptr(): i for i, x in reversed(numbered) if type(x) is not Number}
         self.numbers = {id(x): i for i, x in numbered if type(x) is Number}
         self.launches: list[tuple[Launchable, int, list[Any]]] = []
         self.buffers: list[tuple[int, int]] = []  # address and bytes; addresses are used again
@@ -154,8 +154,8 @@ class Tape:
         if len(on_gpu) == len(self.launches) > 1:
             self.launches = [Chain(on_gpu)]
 
-    def play(self, given: Sequence[Given]) -> Results:
-        """The same on other tensors."""
+    def play(self, given: Sequence[Given], addresses: Sequence[int]) -> Results:
+        """The same on other tensors, which lie at these addresses."""
         device = given[0].device
         results = [
             torch.empty_strided(shape, stride, dtype=dtype, device=device)
@@ -163,9 +163,9 @@ class Tape:
         ]
         scratch = torch.empty(self.scratch, dtype=torch.uint8, device=device)
         bases = [*given, *results, scratch]
-        addresses = [_address(x) for x in bases]
+        places = [*addresses, *[x.data_ptr() for x in results], scratch.data_ptr()]
         for launch in self.launches:
-            launch(bases, addresses)
+            launch(bases, places)
         return results if self.listed else tuple(results)
 
 
@@ -211,18 +211,8 @@ def _stack(spans: Sequence[tuple[int, int, int]], weights: Sequence[int]) -> tup
     return offsets, max((high for _, high in placed.values()), default=0)
 
 
-def _address(x: Given) -> int:
-    return x if type(x) is Number else x.data_ptr()
-
-
 def _bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
-
-
-def _kind(x: Any) -> Any:
-    if type(x) in OTHERS:
-        return x
-    return Number if type(x) is Number else (x.shape, x.stride(), x.dtype)
 
 
 def played(run: Callable[..., Results]) -> Callable[..., Results]:
@@ -236,18 +226,27 @@ def played(run: Callable[..., Results]) -> Callable[..., Results]:
 
     @functools.wraps(run)
     def call(*arguments: Any) -> Results:
-        given = [x for x in arguments if type(x) not in OTHERS]
-        addresses = [x.data_ptr() for x in given if type(x) is not Number]
-        key = (
-            threading.get_ident(),
-            given[0].device,
-            *[_kind(x) for x in arguments],
-            *[at % 16 for at in addresses],
-            *map(addresses.index, addresses),  # which of them are one and the same
-        )
+        given: list[Given] = []
+        addresses: list[int] = []  # of tensors; of a number itself, as in `Place`
+        kinds: list[Any] = [threading.get_ident()]
+        for x in arguments:
+            if type(x) in OTHERS:
+                kinds.append(x)
+                continue
+            given.append(x)
+            if type(x) is Number:
+                kinds.append(Number)
+                addresses.append(x)
+                continue
+            at = x.data_ptr()
+            addresses.append(at)
+            # The last: which of them are one and the same.
+            kinds += x.shape, x.stride(), x.dtype, at % 16, addresses.index(at)
+        kinds.append(given[0].device)
+        key = tuple(kinds)
         if key in tapes:
             tape = tapes[key]
-            return run(*arguments) if tape is None else tape.play(given)
+            return run(*arguments) if tape is None else tape.play(given, addresses)
         if key in seen:
             results, tapes[key] = _record(run, arguments, given)
             return results
