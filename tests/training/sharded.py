@@ -35,4 +35,11 @@ if __name__ == "__main__":
     }
     from longspan.cli import main
 
-    main()
+    try:
+        main()
+    except SystemExit as end:
+        # Shards hold on to their group, whose threads then outlive the interpreter: one that lets
+        # go of its last tensor while Python ends would abort the process.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code or 0)
