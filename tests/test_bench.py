@@ -1,4 +1,5 @@
 import time
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -98,6 +99,7 @@ def test_on_round_sees_every_round():
 def test_timing_is_median_and_quartiles():
     assert Timing.of([5.0, 1.0, 2.0, 4.0, 3.0]) == Timing(3.0, 2.0, 4.0, 5)
     assert Timing.of([2.0]) == Timing(2.0, 2.0, 2.0, 1)
+    assert Timing.of([2.0, 3.0], host=[0.5, 0.1, 0.4]).host_seconds == 0.4
 
 
 def test_row_is_flat():
@@ -105,6 +107,32 @@ def test_row_is_flat():
     assert row["kind"] == "timing"
     assert (row["method"], row["length"], row["mode"]) == ("yoso", 512, "forward")
     assert (row["seconds"], row["repeats"], row["head_dim"]) == (0.5, 7, 64)
+    assert "host_seconds" not in row  # of a CPU, whose calls return when they are done
+    row = timing_row(Case("yoso", 512), MODES[0], Timing(0.5, 0.4, 0.6, 7, 0.1))
+    assert row["host_seconds"] == 0.1
+
+
+def test_gpu_time_is_of_events_and_host_time_until_calls_returned(monkeypatch):
+    """By events that say 40 ms for the calls between them, which return after 2 ms each."""
+    waited = []
+
+    class Event:
+        def __init__(self, **_):
+            pass
+
+        record = synchronize = lambda self: waited.append(self)
+
+        def elapsed_time(self, end):
+            return 40.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    calls = {"nap": lambda: waited.append(time.sleep(0.002))}
+    timing = measure(calls, budget=0, min_repeats=3, device="cuda")["nap"]
+    # One call, for 40 ms are more than a sample may take; the one before it does not count.
+    assert timing.seconds == timing.low == 0.04
+    assert 0.002 <= timing.host_seconds < 0.02
+    assert waited.count(None) == 2 * (1 + 3)
 
 
 @pytest.mark.gpu
@@ -113,6 +141,7 @@ def test_gpu_time_is_that_of_the_kernels():
     short = Case("softmax", 512, device="cuda").build("forward")
     timings = measure({"long": call, "short": short}, budget=0.5, device="cuda")
     assert timings["long"].seconds > 3 * timings["short"].seconds
+    assert timings["long"].host_seconds < timings["long"].seconds / 3
 
 
 def test_inputs_are_what_they_say():

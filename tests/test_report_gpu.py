@@ -10,6 +10,7 @@ from longspan.report import fused
 from longspan.report import gpu as report
 
 EXACT, HASHES = 1e-12, 1e-10  # seconds a pair of tokens; a token and hash
+HOST = 1e-4  # until a call returns
 
 
 def seconds(contender, mode):
@@ -30,7 +31,7 @@ def made_up():
             outputs = v_bytes * (1 if mode == "forward" else 4)
             t = seconds(contender, mode)
             exact = EXACT * case.heads * length**2 * (1 if mode == "forward" else 4) * head_dim / 64
-            yield timing_row(case, mode, Timing(t, t, t, 3)) | {
+            yield timing_row(case, mode, Timing(t, t, t, 3, HOST)) | {
                 "suite": "yoso-gpu", "name": contender.name, "key": contender.key(mode),
                 "exact_seconds": exact, "v_bytes": v_bytes, "outputs_bytes": outputs,
                 "peak_bytes": None if contender.graph else int(outputs + 2.5 * v_bytes),
@@ -86,6 +87,9 @@ def test_tables_compare_inputs_and_hashes(rows):
     assert line["yoso 32, one-vector"].endswith("(3.50×)")
     half = cells(text, "Half the hashes", 65536)
     assert half["d = 64, forward"] == half["d = 64, forward, graph"] == "2.00×"
+    host = cells(text, "Forward, until it returned", 16384)
+    assert host["yoso 32"] == "100 (12%)"
+    assert "yoso 32, graph" not in host
     slopes = section(text, "Slope")
     assert "| softmax cuDNN | 2.00 | 2.00 |" in slopes
     assert "| yoso 32 | 1.00 | 1.00 |" in slopes
@@ -98,6 +102,12 @@ def test_the_last_row_of_a_key_counts_and_old_ones_are_passed_over(rows):
     found = report.latest([old, other, *rows, again])
     assert len(found) == len(rows)
     assert [row["seconds"] for row in found if row["key"] == again["key"]] == [1.0]
+
+
+def test_rows_from_before_the_host_was_timed_have_no_table_of_it(rows):
+    assert "## The host" in report.markdown(rows)
+    older = [{k: v for k, v in row.items() if k != "host_seconds"} for row in rows]
+    assert "## The host" not in report.markdown(older)
 
 
 def test_what_rows_say_of_themselves_is_shown(rows):

@@ -7,7 +7,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,20 @@ class Timing:
     low: float
     high: float
     repeats: int
+    host_seconds: float | None = None  # on a GPU, until a call returned: the median, too
 
     @classmethod
-    def of(cls, samples: list[float]) -> Timing:
-        """Summarise the seconds of single calls."""
+    def of(cls, samples: list[float], host: Sequence[float] = ()) -> Timing:
+        """Summarise the seconds of single calls, and those until they returned."""
+        returned = statistics.median(host) if host else None
         if len(samples) == 1:
-            return cls(samples[0], samples[0], samples[0], 1)
+            return cls(samples[0], samples[0], samples[0], 1, returned)
         low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
-        return cls(median, low, high, len(samples))
+        return cls(median, low, high, len(samples), returned)
+
+    def fields(self) -> dict[str, float]:
+        """What is known, for a row."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def measure(
@@ -62,16 +68,19 @@ def measure(
     in_a_row = dict.fromkeys(calls, 1)
     for _ in range(warmup):
         for name, call in calls.items():
-            in_a_row[name] = _in_a_row(_seconds(call, device), device)
+            in_a_row[name] = _in_a_row(_seconds(call, device)[0], device)
     samples: dict[str, list[float]] = {name: [] for name in calls}
+    host: dict[str, list[float]] = {name: [] for name in calls}
     timings: dict[str, Timing] = {}
     for repeat in range(max_repeats):
         if repeat >= min_repeats and time.perf_counter() > end:
             break
         for name, call in calls.items():
             if not samples[name] or samples[name][0] <= patience:
-                samples[name].append(_seconds(call, device, in_a_row[name]))
-        timings = {name: Timing.of(taken) for name, taken in samples.items()}
+                seconds, returned = _seconds(call, device, in_a_row[name])
+                samples[name].append(seconds)
+                host[name] += [] if returned is None else [returned]
+        timings = {name: Timing.of(taken, host[name]) for name, taken in samples.items()}
         if on_round is not None:
             on_round(timings)
     return timings
@@ -79,7 +88,7 @@ def measure(
 
 def timing_row(case: Case, mode: str, timing: Timing) -> dict[str, Any]:
     """The row that `longspan.records` stores for one timed case."""
-    return {"kind": "timing", "mode": mode, **asdict(case), **asdict(timing)}
+    return {"kind": "timing", "mode": mode, **asdict(case), **timing.fields()}
 
 
 def predict(seconds: Mapping[int, float], length: int) -> float:
@@ -196,12 +205,15 @@ def _once(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _seconds(call: Callable[[], object], device: str, in_a_row: int = 1) -> float:
+def _seconds(
+    call: Callable[[], object], device: str, in_a_row: int = 1
+) -> tuple[float, float | None]:
+    """Of a call, and on a GPU until it returned: where that is as long, the GPU waits for it."""
     if torch.device(device).type != "cuda":
         taken = _once(call)
         # What ran before it left the caches and the process's memory to itself: a method that came
         # after a large one took three times as long. A short call is timed when it follows itself.
-        return taken if taken > SETTLED_SECONDS else _once(call)
+        return (taken if taken > SETTLED_SECONDS else _once(call)), None
     # A call returns before its kernels have run: events on the GPU's own clock see them. Several
     # calls behind one that does not count, as in training: what ran before it left the host's
     # caches to itself, and the GPU would wait for the first launch. Backward passes run in this
@@ -210,8 +222,10 @@ def _seconds(call: Callable[[], object], device: str, in_a_row: int = 1) -> floa
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         call()
         begin.record()
+        start = time.perf_counter()
         for _ in range(in_a_row):
             call()
+        returned = time.perf_counter() - start
         end.record()
         end.synchronize()
-    return begin.elapsed_time(end) / 1000 / in_a_row
+    return begin.elapsed_time(end) / 1000 / in_a_row, returned / in_a_row

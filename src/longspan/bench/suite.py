@@ -6,6 +6,7 @@ A row is one JSON object (see `longspan.records`). Every suite writes
     kind                "timing", "error", "spectrum", "projection", or "stopped" with a reason
     method, options, mode, length, batch, heads, head_dim, dtype, device         what was run
     seconds, low, high, repeats, peak_bytes     of one call: median, quartiles, memory it adds
+    host_seconds                        on a GPU, until the call returned
     seed, quick, command, load          how it was made; the machine's load average meanwhile
 
 and what only that suite measures.
@@ -17,7 +18,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +239,7 @@ def _rows(
     for entry in missing:
         row = {"kind": "timing", **entry.about}
         if entry.name in calls:
-            row |= {**asdict(timings[entry.name]), "peak_bytes": peaks[entry.name]}
+            row |= {**timings[entry.name].fields(), "peak_bytes": peaks[entry.name]}
         elif entry.build is not None:
             continue
         yield entry, {**row, **(entry.extra(row) if entry.extra else {})}

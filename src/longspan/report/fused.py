@@ -18,6 +18,7 @@ from longspan.report.gpu import (
     dress,
     gpu_of,
     grid,
+    hosts,
     look_of,
     milliseconds,
     notes,
@@ -84,6 +85,7 @@ def markdown(rows: Iterable[Row]) -> str:
             "MB beyond the inputs, results included.",
             grid(chosen, lambda row: f"{row['peak_bytes'] / 2**20:,.0f}", _name),
         ]
+    parts += hosts([row for row in rows if not _padded(row)], _name)
     return "\n\n".join(parts) + "\n"
 
 

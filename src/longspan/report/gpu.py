@@ -101,6 +101,7 @@ def markdown(rows: Iterable[Row]) -> str:
     for title, chosen in _by_size([row for row in rows if row["inputs"] != "spread"]):
         parts += [f"### {title}", grid(chosen, slowdown, _setting_and_inputs)]
     parts += ["## Half the hashes", "Time of 32 hashes divided by that of 16.", _halves(base)]
+    parts += hosts([row for row in spread if row["head_dim"] == 64], setting)
     parts += [
         "## Peak memory",
         "Above inputs and outputs (forward: y; with backward: y, dq, dk, dv), in units of v.",
@@ -192,6 +193,24 @@ def milliseconds(row: Row) -> float:
     """Of 2^18 token-heads."""
     share = TOKEN_HEADS / (row["batch"] * row["heads"] * row["length"])
     return float(1000 * share * row["seconds"])
+
+
+def hosts(rows: Iterable[Row], label: Callable[[Row], str]) -> list[str]:
+    """A section on the time until calls returned; nothing where no row knows it."""
+    known = [row for row in rows if row.get("host_seconds") and not row.get("graph")]
+    parts = [
+        "## The host",
+        "Microseconds until a call returned, most of its kernels still to run, and in brackets the "
+        "share of the call's time. Where that is near 100 %, the GPU waits for the host.",
+    ]
+    for mode, name in MODES.items():
+        if chosen := [row for row in known if row["mode"] == mode]:
+            parts += [f"### {name}, until it returned", grid(chosen, _host, label)]
+    return parts if known else []
+
+
+def _host(row: Row) -> str:
+    return f"{1e6 * row['host_seconds']:.0f} ({row['host_seconds'] / row['seconds']:.0%})"
 
 
 def _memory(row: Row) -> float:
