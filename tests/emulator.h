@@ -1,7 +1,8 @@
 // CUDA C++ on a CPU, for tests: takes the place of ptx.cuh, and of what NVRTC knows by itself.
 //
 // The threads of a block are contexts that one thread of the CPU runs in turn, until each meets the others of
-// its warp or block; blocks run one after the other. Copies to shared memory arrive as late as they may.
+// its warp or block; blocks run one after the other. Which thread and block is first, and whether copies to
+// shared memory arrive at once or as late as they may, is the schedule's: results must not depend on it.
 
 #include <setjmp.h>
 #include <ucontext.h>
@@ -12,6 +13,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -56,6 +58,23 @@ static unsigned now, progress;
 static void (*body)(void**);
 static void** arguments;
 
+// In which order threads and blocks run: 0 by number, 1 the other way round, else drawn from it; and whether copies
+// arrive at once.
+extern "C" {
+uint32_t schedule[2];
+}
+
+// Who runs as the i-th of `count`, in a round: numbers i, i + step, i + 2 step … where the step has no part
+// in common with the count.
+inline unsigned turn_of(unsigned i, unsigned count, uint32_t round) {
+  const uint32_t order = schedule[0];
+  if (order < 2) return order ? count - 1 - i : i;
+  const uint32_t drawn = (order * 0x9e3779b9u + round) * 0x85ebca6bu ^ (order + round) >> 3;
+  unsigned step = drawn % count;
+  while (std::gcd(step, count) != 1) step++;
+  return ((drawn >> 16) + (uint64_t)i * step) % count;
+}
+
 inline void stop(const char* why) {
   fprintf(stderr, "emulator: %s\n", why);
   abort();
@@ -87,16 +106,19 @@ inline void launch(unsigned grid, unsigned count, void (*kernel)(void**), void**
   body = kernel, arguments = values;
   gridDim.x = grid, blockDim.x = count;
   stacks.resize((size_t)count * STACK);
-  for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++) {
+  for (unsigned b = 0; b < grid; b++) {
+    blockIdx.x = turn_of(b, grid, 0);
     threads.clear();
     threads.resize(count);
     block = {0, 0, count};
     warps.clear();
     for (unsigned i = 0; i < count; i += 32) warps.push_back({0, 0, std::min(32u, count - i)});
-    for (unsigned before = ~0u; block.alive;) {
+    uint32_t round = blockIdx.x;
+    for (unsigned before = ~0u; block.alive; round++) {
       if (progress == before) stop("threads wait for each other");
       before = progress;
-      for (now = 0; now < count; now++) {
+      for (unsigned i = 0; i < count; i++) {
+        now = turn_of(i, count, round);
         Thread& t = threads[now];
         if (t.done) continue;
         threadIdx.x = now;
@@ -302,17 +324,19 @@ inline uint32_t multiply_add2(uint32_t a, uint32_t b, uint32_t c) {
 }
 inline uint32_t multiply2(uint32_t a, uint32_t b) { return multiply_add2(a, b, 0x80008000); }
 
+inline void arrive(const emulator::Copy& c) {
+  memset(emulator::shared(c.to), 0, 16);
+  memcpy(emulator::shared(c.to), c.from, c.bytes);
+}
 inline void copy16(uint32_t to, const void* from, int bytes) {
-  emulator::threads[emulator::now].copies.back().push_back({to, from, bytes});
+  if (emulator::schedule[1]) arrive({to, from, bytes});
+  else emulator::threads[emulator::now].copies.back().push_back({to, from, bytes});
 }
 inline void commit_copies() { emulator::threads[emulator::now].copies.emplace_back(); }
 template <int N> inline void wait_for_copies() {
   auto& groups = emulator::threads[emulator::now].copies;
   while (groups.size() > N + 1) {
-    for (const emulator::Copy& c : groups.front()) {
-      memset(emulator::shared(c.to), 0, 16);
-      memcpy(emulator::shared(c.to), c.from, c.bytes);
-    }
+    for (const emulator::Copy& c : groups.front()) arrive(c);
     groups.erase(groups.begin());
   }
 }

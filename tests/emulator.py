@@ -15,6 +15,14 @@ from longspan.attention.launch import Place, bits
 
 HEADER = Path(__file__).with_name("emulator.h")
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
+# Which threads and blocks come first, and whether copies to shared memory arrive at once.
+SCHEDULES = {
+    "in-order": (0, False),
+    "backwards": (1, True),
+    "drawn": (5, True),
+    "drawn-late": (6, False),
+}
+schedule = SCHEDULES["in-order"]
 MOST_SHARED = 1 << 16  # bytes beside what a kernel declares with a size
 OPTIONS = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing"]
 
@@ -49,6 +57,7 @@ def launcher(source, **defines):
 
     def run(name, grid, block, *arguments, shared=0):
         assert shared <= MOST_SHARED
+        (ctypes.c_uint32 * 2).in_dll(library, "schedule")[:] = schedule
         launch = Launch(getattr(library, f"launch_{name}"), block)
         launch(grid, arguments)
         tape.note(launch, grid, arguments)

@@ -40,19 +40,29 @@ def launched(monkeypatch):
         source.cache_clear()
 
 
+# As they are run when they are first called: not from a tape, which launches by itself.
+FORWARD, BACKWARD = kernels.yoso_forward.__wrapped__, kernels.yoso_backward.__wrapped__
+
+
 def both_passes(q, k, v, g, mask, hashes, bits, hashing="gaussian", gradient="surrogate"):
     """Output and gradients of the kernels, and of the reference in float32."""
     planes = None
     if hashing != "gaussian":
         planes = projections(hashing, 7, q.shape[1], q.shape[3], hashes, bits, q.device)
-    y, *kept = kernels.yoso_forward(q, k, v, mask, None, 7, planes, hashes, bits, True, True)
-    grads = kernels.yoso_backward(
+    y, *kept = FORWARD(q, k, v, mask, None, 7, planes, hashes, bits, True, True)
+    grads = BACKWARD(
         g, q, k, v, mask, y, *kept, None, 7, bits, hashes, True, gradient == "true", False
     )
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
     options = dict(num_hashes=hashes, hash_bits=bits, hashing=hashing, gradient=gradient, seed=7)
     want = longspan.yoso(*leaves, key_mask=mask, impl="reference", **options)
     return [y, *grads], [want, *torch.autograd.grad(want, leaves, g.float())]
+
+
+@pytest.fixture(params=emulator.SCHEDULES)
+def schedule(request, monkeypatch):
+    """Runs a test with the threads of a block in several orders."""
+    monkeypatch.setattr(emulator, "schedule", emulator.SCHEDULES[request.param])
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
@@ -79,7 +89,7 @@ def both_passes(q, k, v, g, mask, hashes, bits, hashing="gaussian", gradient="su
         "few-queries",
     ],
 )
-def test_both_passes(shape, hashes, bits, kernel, masked, launched):
+def test_both_passes(shape, hashes, bits, kernel, masked, schedule, launched):
     q, k, v = qkv(batch=1, heads=2, **shape, dtype=torch.bfloat16)
     mask = torch.rand(1, k.shape[2]) < 0.7 if masked else None
     g = torch.randn(1, 2, q.shape[2], v.shape[3]).bfloat16()
@@ -107,10 +117,39 @@ def test_codes(tokens, hashes, bits):
         assert (by_hash.int() != hash_codes(x.float(), planes.float())).float().mean() < 1e-3
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+@pytest.mark.parametrize(
+    ("tokens", "bits", "crowded"),
+    [
+        (700, 4, False), (300, 12, False), (300, 12, True), (5000, 10, False), (9000, 6, False),
+        (9001, 10, True), (17_000, 8, True), (33_000, 5, False), (16_500, 9, True),
+    ],
+)  # fmt: skip
+def test_lists(tokens, bits, crowded, masked, schedule):
+    """By bucket, all that are not masked, with their beginnings and the most in one."""
+    codes = torch.randint(1 << bits, (2, 2, 1, tokens))
+    if crowded:
+        codes[..., ::3] = 5
+    mask = torch.rand(2, tokens) < 0.7 if masked else None
+    dtype = torch.uint8 if bits <= 8 else torch.uint16
+    order, first, most = verbs.bucket_lists(codes.to(dtype), mask, bits)
+    for b in range(2):
+        for h in range(2):
+            mine = codes[b, h, 0]
+            there = torch.arange(tokens) if mask is None else mask[b].nonzero()[:, 0]
+            found = order[b, h, 0, : len(there)].long()
+            if bits <= 8:  # in a bucket they come in any order
+                found = (mine[found] * tokens + found).sort()[0] % tokens
+            assert torch.equal(found, there[mine[there].sort(stable=True)[1]])
+            counts = mine[there].bincount(minlength=1 << bits)
+            assert first[b, h, 0].tolist() == [0, *counts.cumsum(0).tolist()]
+            assert int(most[b, h, 0]) == counts.max()
+
+
 @pytest.mark.parametrize("bits", [2, 6], ids=["pairs-and-tables", "walked"])
 def test_played_is_as_run(bits):
     """Run, recorded and played on other tensors: the emulator adds in one order, so bits agree."""
-    ops = kernels.yoso_forward.__wrapped__, kernels.yoso_backward.__wrapped__
+    ops = FORWARD, BACKWARD
     played = [tape.played(run) for run in ops]
     for seed in range(3):
         q, k, v = qkv(batch=1, heads=2, queries=90, channels=16, dtype=torch.bfloat16, seed=seed)
@@ -138,14 +177,14 @@ def test_lists_of_many_tokens(keys, bits, kernel, launched):
     """As many as a block can sort, more than that, and more than 16 bits can tell apart."""
     q, k, v = qkv(batch=1, heads=1, queries=20, keys=keys, channels=16, dtype=torch.bfloat16)
     mask = torch.rand(1, keys) < 0.7
-    (y,) = kernels.yoso_forward(q, k, v, mask, None, 7, None, 1, bits, True, False)
+    (y,) = FORWARD(q, k, v, mask, None, 7, None, 1, bits, True, False)
     options = dict(num_hashes=1, hash_bits=bits, seed=7, impl="reference")
     expected = longspan.yoso(q.float(), k.float(), v.float(), key_mask=mask, **options)
     assert kernel in launched
     assert relative_error(y, expected) < 6e-3
 
 
-def test_tables_in_phases(monkeypatch, launched):
+def test_tables_in_phases(monkeypatch, schedule, launched):
     """As where the L2 cache has no room for a side of a head."""
     monkeypatch.setattr(verbs_backward, "_cache_bytes", lambda device: 0)
     monkeypatch.setattr(verbs_backward, "MANY_RUNS", 4)
@@ -158,7 +197,7 @@ def test_tables_in_phases(monkeypatch, launched):
 
 
 @pytest.mark.parametrize("bits", [2, 6], ids=["in-tables", "walked"])
-def test_a_bucket_with_half_of_the_keys(bits):
+def test_a_bucket_with_half_of_the_keys(bits, schedule):
     q, k, v = qkv(batch=1, heads=1, queries=90, channels=16, dtype=torch.bfloat16)
     k[:, :, ::2] = k[:, :, :1]
     actual, expected = both_passes(q, k, v, torch.randn_like(v), None, 3, bits)
@@ -180,7 +219,7 @@ def test_a_gradient_that_is_not_a_number_is_seen(bits):
 
 @pytest.mark.parametrize("bits", [2, 6], ids=["in-tables", "walked"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
-def test_the_true_gradient_of_light_buckets(dtype, bits):
+def test_the_true_gradient_of_light_buckets(dtype, bits, schedule):
     """Of buckets that need no drawing: what is left to chance is the codes alone."""
     q, k, v = qkv(batch=1, heads=1, queries=20, keys=14, channels=16, dtype=dtype)
     g = torch.randn_like(q)
