@@ -58,8 +58,8 @@ static unsigned now, progress;
 static void (*body)(void**);
 static void** arguments;
 
-// In which order threads and blocks run: 0 by number, 1 the other way round, else drawn from it; and whether copies
-// arrive at once.
+// In which order threads and blocks run: 0 by number, all as far as the next meeting of any, 1 the other way
+// round, else drawn from it, and then a warp runs as far as it can alone; and whether copies arrive at once.
 extern "C" {
 uint32_t schedule[2];
 }
@@ -102,6 +102,22 @@ inline void run() {
   _longjmp(scheduler, 1);
 }
 
+// Let a thread run until it waits, or ends.
+inline void go_on(unsigned thread) {
+  now = threadIdx.x = thread;
+  Thread& t = threads[thread];
+  if (t.done || _setjmp(scheduler)) return;
+  if (t.begun) _longjmp(t.at, 1);
+  t.begun = true;
+  t.copies.resize(1);
+  getcontext(&t.start);
+  t.start.uc_stack.ss_sp = &stacks[(size_t)thread * STACK];
+  t.start.uc_stack.ss_size = STACK;
+  t.start.uc_link = nullptr;
+  makecontext(&t.start, run, 0);
+  setcontext(&t.start);
+}
+
 inline void launch(unsigned grid, unsigned count, void (*kernel)(void**), void** values) {
   body = kernel, arguments = values;
   gridDim.x = grid, blockDim.x = count;
@@ -117,21 +133,13 @@ inline void launch(unsigned grid, unsigned count, void (*kernel)(void**), void**
     for (unsigned before = ~0u; block.alive; round++) {
       if (progress == before) stop("threads wait for each other");
       before = progress;
-      for (unsigned i = 0; i < count; i++) {
-        now = turn_of(i, count, round);
-        Thread& t = threads[now];
-        if (t.done) continue;
-        threadIdx.x = now;
-        if (_setjmp(scheduler)) continue;
-        if (t.begun) _longjmp(t.at, 1);
-        t.begun = true;
-        t.copies.resize(1);
-        getcontext(&t.start);
-        t.start.uc_stack.ss_sp = &stacks[(size_t)now * STACK];
-        t.start.uc_stack.ss_size = STACK;
-        t.start.uc_link = nullptr;
-        makecontext(&t.start, run, 0);
-        setcontext(&t.start);
+      for (unsigned w = 0; w < warps.size(); w++) {
+        const unsigned first = 32 * turn_of(w, warps.size(), round), lanes = std::min(32u, count - first);
+        unsigned here;
+        do {
+          here = progress;
+          for (unsigned i = 0; i < lanes; i++) go_on(first + turn_of(i, lanes, round));
+        } while (schedule[0] && progress != here);
       }
     }
   }

@@ -103,7 +103,7 @@ def test_both_passes(shape, hashes, bits, kernel, masked, schedule, launched):
 @pytest.mark.parametrize("bits", [5, 8, 12])
 @pytest.mark.parametrize("hashes", [6, 8, 20, 36])
 @pytest.mark.parametrize("tokens", [(70, 264), (301, 33)], ids=["in-words", "odd"])
-def test_codes(tokens, hashes, bits):
+def test_codes(tokens, hashes, bits, schedule):
     """By token and by hash, with several a store where they lie on words."""
     q, k, _ = qkv(batch=1, heads=2, queries=tokens[0], keys=tokens[1], channels=40)
     q, k = q.bfloat16(), k.bfloat16()
@@ -129,7 +129,7 @@ def test_lists(tokens, bits, crowded, masked, schedule):
     """By bucket, all that are not masked, with their beginnings and the most in one."""
     codes = torch.randint(1 << bits, (2, 2, 1, tokens))
     if crowded:
-        codes[..., ::3] = 5
+        codes[..., ::3] = (1 << bits) - 2
     mask = torch.rand(2, tokens) < 0.7 if masked else None
     dtype = torch.uint8 if bits <= 8 else torch.uint16
     order, first, most = verbs.bucket_lists(codes.to(dtype), mask, bits)
