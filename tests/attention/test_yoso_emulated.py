@@ -205,6 +205,16 @@ def test_a_bucket_with_half_of_the_keys(bits, schedule):
         assert relative_error(a, b) < 6e-3, name
 
 
+def test_runs_without_a_pair(schedule, launched):
+    """The keys of a head in buckets too full for pairs: warps take run after run until one has some."""
+    q, k, v = qkv(batch=1, heads=2, queries=120, channels=128, dtype=torch.bfloat16)
+    k[:, 0, ::2], k[:, 0, 1::2] = k[:, 0, :1].clone(), k[:, 0, 1:2].clone()
+    actual, expected = both_passes(q, k, v, torch.randn_like(v), None, 8, 2)
+    assert {"outer_pairs", "outer_tables"} < set(launched)
+    for name, a, b in zip(("y", "dq", "dk", "dv"), actual, expected, strict=True):
+        assert relative_error(a, b) < 6e-3, name
+
+
 @pytest.mark.parametrize("bits", [2, 6], ids=["in-tables", "walked"])
 def test_a_gradient_that_is_not_a_number_is_seen(bits):
     """By who scales gradients; what became zero would be trained on."""
