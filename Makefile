@@ -39,14 +39,18 @@ test-transformers: $(READY)   ## Run the Hugging Face tests with another transfo
 	  tests/training/test_traces.py tests/training/test_resume.py
 
 # Built apart from the library in use. Python itself leaks by the sanitizer's measure, and torch has
-# no red zones; what the kernels read and write has.
+# no red zones; what the kernels read and write has. Emulated threads have stacks of their own, which
+# the sanitizer would not know.
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
-test-sanitized: $(READY)   ## Run the CPU kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
+sanitized = LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest --capture=sys $(1)
+test-sanitized: $(READY)   ## Run the CPU kernels, and the CUDA kernels on a CPU, under ASan and UBSan
 	@CXXFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" $(BIN)/python setup.py -q build_ext --force \
 	  --build-temp build/sanitized --build-lib build/sanitized
-	@LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest tests/attention/test_yoso_cpu.py \
-	  --capture=sys --kernels build/sanitized/longspan/attention/yoso/_cpu.so
+	@$(call sanitized,tests/attention/test_yoso_cpu.py \
+	  --kernels build/sanitized/longspan/attention/yoso/_cpu.so)
+	@EMULATOR_FLAGS="$(SANITIZE) --param=asan-stack=0" $(call sanitized,\
+	  tests/attention/test_yoso_emulated.py -k "not backwards and not drawn")
 
 # A GPU machine usually has its own torch: name its Python to use that one instead of .venv,
 # as in `make test-gpu GPU_PYTHON=python3`.

@@ -25,6 +25,7 @@ SCHEDULES = {
 schedule = SCHEDULES["in-order"]
 MOST_SHARED = 1 << 16  # bytes beside what a kernel declares with a size
 OPTIONS = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing"]
+OPTIONS += os.environ.get("EMULATOR_FLAGS", "").split()
 
 
 @functools.cache
