@@ -206,7 +206,7 @@ def test_a_bucket_with_half_of_the_keys(bits, schedule):
 
 
 def test_runs_without_a_pair(schedule, launched):
-    """The keys of a head in buckets too full for pairs: warps take run after run until one has some."""
+    """All keys of a head in buckets too full for pairs: warps take runs until one has some."""
     q, k, v = qkv(batch=1, heads=2, queries=120, channels=128, dtype=torch.bfloat16)
     k[:, 0, ::2], k[:, 0, 1::2] = k[:, 0, :1].clone(), k[:, 0, 1:2].clone()
     actual, expected = both_passes(q, k, v, torch.randn_like(v), None, 8, 2)
