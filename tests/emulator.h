@@ -431,6 +431,11 @@ inline void add8(char* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   }
 }
 
+inline void add4(char* to, float a, float b, float c, float d) {
+  float* at = (float*)to;
+  at[0] += a, at[1] += b, at[2] += c, at[3] += d;
+}
+
 inline void tell(uint32_t* count) {
   __syncwarp();
   if (threadIdx.x == 0) ++*count;

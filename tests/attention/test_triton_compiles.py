@@ -52,6 +52,14 @@ if method == "yoso_expectation":
     from longspan.attention.yoso import expectation_triton as verbs
     y, inverse = verbs.sum_values(q, verbs.unit_rows(k), v, 8, True, "ieee")
     verbs.gradients(v, q, k, v, y, inverse, 8, True, True, "ieee")
+elif method == "yoso":
+    from longspan.attention.yoso import triton as verbs
+    first = torch.zeros(batch, batch, few, 5, dtype=torch.int32)
+    lists = torch.zeros(batch, batch, few, tokens, dtype=torch.int16), first
+    for kind in (dtype, torch.float32):
+        rows = [x.to(kind) for x in (q, k, v, v)]
+        verbs.outer_sums(*rows, mask, lists, lists, 0.5, few, 1 << 20)
+        verbs.through_unit(rows[0], rows[1], verbs.norms(rows[1], mask))
 elif method == "nystrom":
     from longspan.attention.nystrom import kernels
     for original in (False, True):
@@ -82,7 +90,7 @@ SHAPES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "method", ["yoso_expectation", "nystrom", "linformer", "window", "convolution"]
+    "method", ["yoso", "yoso_expectation", "nystrom", "linformer", "window", "convolution"]
 )
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_every_kernel_compiles(method, shape, tmp_path):

@@ -69,6 +69,8 @@ def yoso(
         normalize: scale each output row to length one.
         seed: of the projections, drawn per head and shared over the batch; the same seed gives the
             same hashes everywhere. None draws one from torch's default generator.
+            The same seed and inputs give the same bits, but for dq and dk of 16-bit inputs on a
+            GPU, which do under `torch.use_deterministic_algorithms(True)`, and take longer.
         impl: "auto", "fused" or "reference".
 
     Returns:

@@ -208,14 +208,15 @@ def yoso_backward(
     bits = verbs.compact_bits(q.shape[2] + k.shape[2], hash_bits)
     k_lists = verbs.Lists(k_order, k_first, k_most)
     dtype = v.dtype
-    if dtype == torch.float16:
+    fast = dtype != torch.float32 and max(q.shape[3], v.shape[3]) <= 128
+    fast = fast and not true and not ordered
+    if dtype == torch.float16 and not fast:
         # It has neither the range for gradients divided by norms nor the digits for products.
         q, k, v, g, y = (x.float() for x in (q, k, v, g, y))
     q, k, v, g = (verbs.aligned(x.contiguous()) for x in (q, k, v, g))
     key_mask = None if key_mask is None else key_mask.contiguous()
     q_lists = verbs.bucket_lists(q_hash, None, bits)
-    fast = v.dtype == torch.bfloat16 and max(q.shape[3], v.shape[3]) <= 128
-    if fast and not true and not ordered:
+    if fast:
         unit = (y, inverse) if normalize else None
         scale = hash_bits / 2 / backward_hashes
         return verbs_backward.surrogate(

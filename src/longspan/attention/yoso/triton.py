@@ -7,6 +7,8 @@ from torch import Tensor
 
 from longspan.attention.tiles import Kernel, cdiv
 
+STRETCH = tl.constexpr(256)  # rows of float32 that are added one after another
+
 
 @triton.jit
 def _inverse(norm):
@@ -119,6 +121,23 @@ def _pairs(
 
 
 @triton.jit
+def _sum_outer(
+    a, b, a_norms, table, a_at, begin, end, d, e,
+    D: tl.constexpr, E: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """table + Σ_j â_j b_jᵀ over a stretch of a list."""
+    t = tl.arange(0, T)
+    for start in range(begin, end, T):
+        there = start + t < end
+        j = tl.load(a_at + start + t, mask=there, other=0)
+        row = _rows(a, j, there, d, D)
+        unit = row * _inverse(tl.load(a_norms + j, mask=there, other=0))[:, None]
+        other = _rows(b, j, there, e, E)
+        table = tl.dot(tl.trans(unit.to(row.dtype)), other, table, input_precision="ieee")
+    return table
+
+
+@triton.jit
 def _table(
     a, b, c, a_norms, out, a_at, na, c_at, nc,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, T: tl.constexpr,
@@ -131,13 +150,14 @@ def _table(
     for e0 in tl.static_range(0, E, EB):
         e = e0 + tl.arange(0, EB)
         table = tl.zeros((DP, EB), tl.float32)
-        for start in range(0, na, T):
-            there = start + t < na
-            j = tl.load(a_at + start + t, mask=there, other=0)
-            row = _rows(a, j, there, d, D)
-            unit = row * _inverse(tl.load(a_norms + j, mask=there, other=0))[:, None]
-            other = _rows(b, j, there, e, E)
-            table = tl.dot(tl.trans(unit.to(row.dtype)), other, table, input_precision="ieee")
+        if a.dtype.element_ty == tl.float32:
+            # Added one after another, 10,000 rows lose three bits; in stretches, half a one.
+            for begin in range(0, na, STRETCH):
+                end = min(begin + STRETCH, na)
+                part = tl.zeros((DP, EB), tl.float32)
+                table += _sum_outer(a, b, a_norms, part, a_at, begin, end, d, e, D, E, T)
+        else:
+            table = _sum_outer(a, b, a_norms, table, a_at, 0, na, d, e, D, E, T)
         small = tl.trans(table).to(a.dtype.element_ty)
         tl.debug_barrier()  # what the last columns stored is read below by other threads
         for start in range(0, nc, T):
@@ -236,9 +256,17 @@ def outer_sums(
     q_norms, k_norms = norms(q), norms(k, key_mask)
     padded = [max(16, triton.next_power_of_2(n)) for n in (channels, width)]
     wide = max(padded) > 128  # shorter tiles, which fit into shared memory
-    size = used * (queries + keys) * channels * q.element_size()
+    # Without tensor cores, tiles are in registers, which more warps have, and of which fewer
+    # columns need less: with one warp a bucket and 64 columns, threads have a stack of 3 KB.
+    exact = q.dtype == torch.float32
+    columns, warps = (32, 4) if exact else (64, 1)
+    if max(padded) > 64:
+        warps = 8 if exact else 4
+    # The sixteen pieces of a wide row are added up in its part: that would round it as often.
+    dtype = torch.float32 if wide else q.dtype
+    size = used * (queries + keys) * channels * dtype.itemsize
     step = min(batch * heads, max(1, part_bytes // size))
-    parts = [q.new_empty(step, used, n, channels) for n in (queries, keys)]
+    parts = [q.new_empty(step, used, n, channels, dtype=dtype) for n in (queries, keys)]
     grads = torch.empty_like(q), torch.empty_like(k)
     for head in range(0, batch * heads, step):
         now = min(step, batch * heads - head)
@@ -246,8 +274,8 @@ def outer_sums(
             q, k, v, g, q_norms, k_norms, *parts, q_list, k_list, q_first, k_first,
             head, queries, keys, hashes, used, buckets,
             D=channels, DP=padded[0], E=width, EP=padded[1],
-            EB=min(padded[1], 16 if wide else 64), T=16 if wide else 32,
-            num_warps=1 if max(padded) <= 64 else 4, num_stages=1,
+            EB=min(padded[1], 16 if wide else columns), T=16 if wide else 32,
+            num_warps=warps, num_stages=1,
         )  # fmt: skip
         sides = zip(parts, (q, k), (q_norms, k_norms), grads, (queries, keys), strict=True)
         for part, x, norm, grad, tokens in sides:

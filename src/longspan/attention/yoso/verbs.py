@@ -186,30 +186,33 @@ def collide(
     to_token: Tensor,
     to_mask: Tensor | None,
     bits: int,
+    dtype: torch.dtype | None = None,
     *,
     normalize: bool,
 ) -> tuple[Tensor, Tensor]:
     """1/m Σ_h Σ_j [same bucket] x_j, and 1/norm of its rows: fill the tables, then read them.
 
-    Where buckets are nearly empty, the rows that a token meets are read one by one instead.
+    Where buckets are nearly empty, the rows that a token meets are read one by one instead. In the
+    dtype of x, or from float32 in float16.
     """
     batch, heads, tokens, hashes = to_token.shape
-    channels, rows = x.shape[3], batch * heads * tokens
-    y = x.new_empty((batch, heads, tokens, channels))
+    channels, rows, dtype = x.shape[3], batch * heads * tokens, dtype or x.dtype
+    sparse = is_sparse(x.shape[2], bits)
+    y = x.new_empty((batch, heads, tokens, channels), dtype=x.dtype if sparse else dtype)
     inverse = x.new_empty((batch, heads, tokens) if normalize else (0,), dtype=torch.float32)
     norms = inverse if normalize else None
     blocks = -(-rows * lanes(channels) // 256)
-    if is_sparse(x.shape[2], bits):
+    if sparse:
         heavy = heavy_sum(lists, x, bits)
         launch_walk(8, x, bits, lists.order)(
             "walk_gather", 2 * blocks, 128, to_token, to_mask, lists.order, lists.first, x,
             *_byte_strides(x), heavy, y, norms, heads, hashes, x.shape[2], tokens, rows, 1 / hashes,
         )  # fmt: skip
-        return y, inverse
+        return y.to(dtype), inverse
     size = max(1, batch * heads * channels * _table_dtype(x).itemsize << bits)
     step = min(hashes, max(1, TABLE_BYTES // size))
     total = y if step == hashes else torch.empty_like(y, dtype=torch.float32)
-    launch = _launch_tables(x, bits, lists.order)
+    launch = _launch_tables(y, bits, lists.order)
     for h in range(0, hashes, step):
         now = min(step, hashes - h)
         table = bucket_sum(lists, x, bits, h, now)

@@ -14,6 +14,7 @@ from longspan.attention.yoso.verbs import (
     CUDA,
     INDICES,
     MOST_ROWS,
+    TYPES,
     Lists,
     collide,
     heavy_sum,
@@ -32,6 +33,9 @@ FEW_ROWS = 48, 64  # of a bucket, that outer.cu takes in pairs: of small buckets
 PER_SM = 8  # as outer.cu has it: warps of a multiprocessor
 ROW_PARTS = 2  # as rows.cu has it: rows that a group of lanes takes
 FLOAT16_ROOM = 1 << 15  # that sums in float16 may reach
+# Of each type of rows: what they are added up in over hashes, and what holds gradients over norms.
+SUMS = {torch.bfloat16: torch.float16, torch.float16: torch.float32}
+DIVIDED = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
 
 
 class Scales(NamedTuple):
@@ -62,8 +66,8 @@ def measure(
         for n in (queries, keys)
     )
     y, inverse = unit or (None, None)
-    out = g if unit is None else torch.empty_like(g)
-    _launch_rows(channels, width)(
+    out = g if unit is None else torch.empty_like(g, dtype=DIVIDED[g.dtype])
+    _launch_rows(channels, width, g.dtype)(
         "measure", _row_blocks(g, v, columns), 256, g, y, inverse, out, v, key_mask,
         scales.g, scales.v, q_rows, k_rows, batch * heads, heads, queries, keys,
     )  # fmt: skip
@@ -87,10 +91,10 @@ def surrogate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ_i = scale Σ_h Σ_j [same bucket] (g_i·v_j) k̂_j through the norm of q_i, dK likewise; dV.
 
-    Contiguous rows (B, H, N, D) of bfloat16, up to 128 channels; g is first taken through the unit
-    vectors of the output and their 1/norms, if given; dQ and dK take the first `used` hashes.
-    `q_token` may be empty unless `is_sparse`. The kernels add in float16, in no fixed order; rows
-    are scaled so that no sum leaves its range.
+    Contiguous rows (B, H, N, D) of bfloat16 or float16, up to 128 channels; g is first taken
+    through the unit vectors of the output and their 1/norms, if given; dQ and dK take the first
+    `used` hashes. `q_token` may be empty unless `is_sparse`. The kernels add in no fixed order;
+    rows are scaled so that nothing leaves the range of float16.
     """
     channels, width = q.shape[3], v.shape[3]
     if channels % 8:  # rows of whole 16-byte words
@@ -101,16 +105,17 @@ def surrogate(
     if sparse:
         dv, heavy = torch.empty_like(v), heavy_sum(q_lists, g, bits)
     else:
-        dv, _ = collide(q_lists, g, k_token, key_mask, bits, normalize=False)
+        dv, _ = collide(q_lists, g, k_token, key_mask, bits, v.dtype, normalize=False)
     del g  # its memory is needed
     if q_lists.order.dtype != k_lists.order.dtype:
         q_lists, k_lists = (x._replace(order=x.order.to(torch.uint32)) for x in (q_lists, k_lists))
-    columns, room = _columns(padded, width), FLOAT16_ROOM / used
+    columns = _columns(padded, width)
+    room = FLOAT16_ROOM / (used if SUMS[q.dtype] == torch.float16 else 1)
     q_sums, k_sums = (
-        torch.empty(batch, heads, n, columns, dtype=torch.float16, device=q.device)
+        torch.empty(batch, heads, n, columns, dtype=SUMS[q.dtype], device=q.device)
         for n in (queries, keys)
     )
-    launch, blocks = _launch_rows(padded, width), _row_blocks(q, k, columns)
+    launch, blocks = _launch_rows(padded, width, q.dtype), _row_blocks(q, k, columns)
     groups = batch * heads
     sizes = groups, queries, keys
     # Where buckets are nearly empty, few heads have one that is not walked.
@@ -125,7 +130,7 @@ def surrogate(
         MOST_ROWS, room,
     )  # fmt: skip
     outer(rows, q_lists, k_lists, (q_sums, k_sums), queue, bits, used, walked=sparse)
-    fits = padded == columns
+    fits = padded == columns and q_sums.itemsize == q.itemsize
     dq, dk = (
         s.view(x.dtype) if fits else torch.empty_like(x) for s, x in ((q_sums, q), (k_sums, k))
     )
@@ -160,12 +165,13 @@ def outer(
     """
     (q_order, q_first, q_most), (k_order, k_first, k_most) = q_lists, k_lists
     batch, heads, hashes, queries = q_order.shape
-    keys, columns = k_order.shape[3], sums[0].shape[3]
+    keys, columns, dtype = k_order.shape[3], sums[0].shape[3], sums[0].dtype
     groups, buckets, most = batch * heads, 1 << bits, max(queries, keys)
     small = columns == 64 and not walked
     run, each, above = 32, 1, (0, 0)  # a warp walks a run of buckets
     cache, tokens = _cache_bytes(q_order.device), RUN_TOKENS
-    if small and 16 * columns * most > cache and used * most < tokens * _places(q_order.device):
+    side = (6 + dtype.itemsize) * columns * most  # bytes that it reads of a head, and adds to
+    if small and 2 * side > cache and used * most < tokens * _places(q_order.device):
         tokens //= 2  # there is room for rows and sums of one side: runs of two shall not meet
     while run > 2 and (most * run > tokens << bits or groups * used << bits < run * MANY_RUNS):
         run //= 2
@@ -174,7 +180,7 @@ def outer(
     few, many = FEW_ROWS[most >= 32 << bits], 8 * most >> bits
     in_pairs = not walked and most < few << bits
     # In phases where the cache has no room for rows and sums of a side, if there is work for all.
-    in_phases = small and 8 * columns * most > cache
+    in_phases = small and side > cache
     in_phases = in_phases and not in_pairs and a_head >= MANY_RUNS // 4 and kept <= sums[1].nbytes
     # Where little or nothing is left to tables, a warp looks through many buckets.
     if walked:
@@ -184,7 +190,7 @@ def outer(
     elif in_phases:
         above, each = (many, many), 4
     tables = 2 * groups * used * -(-buckets // (run * each))
-    launch = functools.partial(_outer, columns, q_order.dtype)
+    launch = functools.partial(_outer, columns, q_order.dtype, dtype)
     sides = (
         *rows, q_order, k_order, q_first, k_first, *sums, queries, keys, hashes, used, buckets,
     )  # fmt: skip
@@ -271,10 +277,10 @@ def _places(device: torch.device) -> int:
 
 
 @functools.cache
-def _launch_rows(channels: int, width: int) -> Callable[..., None]:
-    return nvrtc.launcher(ROWS, D=channels, E=width, W=_columns(channels, width))
+def _launch_rows(channels: int, width: int, dtype: torch.dtype) -> Callable[..., None]:
+    return nvrtc.launcher(ROWS, D=channels, E=width, W=_columns(channels, width), X=TYPES[dtype])
 
 
 @functools.cache
-def _outer(columns: int, index: torch.dtype, light: int) -> Callable[..., None]:
-    return nvrtc.launcher(OUTER, W=columns, INDEX=INDICES[index], LIGHT=light)
+def _outer(columns: int, index: torch.dtype, sums: torch.dtype, light: int) -> Callable[..., None]:
+    return nvrtc.launcher(OUTER, W=columns, INDEX=INDICES[index], SUMS=TYPES[sums], LIGHT=light)

@@ -3,6 +3,7 @@
 //   W      columns of a row, 64 or 128; zero beyond the channels
 //   INDEX  type of the numbers in the lists of tokens, uint16_t or uint32_t
 //   LIGHT  tokens of a bucket that are taken in pairs, 48 or 64; zero for the kernels that take none so
+//   SUMS   number type of the sums over hashes, F16 or F32
 //
 // A token is a row of 2 W float16 numbers: [ĝ | q̂ |g| s] for a query, [v̂ | k̂ |v| s] for a key, unit
 // vectors and a factor s that keeps every sum in the range of float16. With them, over the tokens
@@ -11,7 +12,7 @@
 //   dQ_i += Σ_j (ĝ_i·v̂_j) K_j = (Σ_j K_j v̂_jᵀ) ĝ_i,     dK_j += (Σ_i Q_i ĝ_iᵀ) v̂_j.
 //
 // The work is in proportion to the tokens, whatever the size of the bucket. Sums over hashes are
-// float16 additions in memory, whose order is not fixed.
+// additions in memory, whose order is not fixed.
 
 #include "common.cuh"
 
@@ -19,16 +20,26 @@ constexpr int PER_SM = 8;  // warps of either kernel: as many as 255 registers e
 
 __device__ inline uint32_t pack(float low, float high) { return pack(low, high, F16); }
 
+constexpr int SUMS_ROW = W * Bytes<SUMS>::each;  // bytes
+
 // Add a row of this lane's tiles, its upper or lower half, to the sums of a token.
 template <int TILES>
 __device__ inline void add_row(char* sums, uint32_t token, const float (&x)[TILES][4], int half) {
-  char* to = sums + (int64_t)token * (2 * W);
+  char* to = sums + (int64_t)token * SUMS_ROW;
 #pragma unroll
-  for (int i = 0; i < TILES; i += 4)
-    add8(to + 16 * i, pack(x[i][2 * half], x[i][2 * half + 1]),
-         pack(x[i + 1][2 * half], x[i + 1][2 * half + 1]),
-         pack(x[i + 2][2 * half], x[i + 2][2 * half + 1]),
-         pack(x[i + 3][2 * half], x[i + 3][2 * half + 1]));
+  for (int i = 0; i < TILES; i += 4) {
+    if constexpr (SUMS == F16) {
+      add8(to + 16 * i, pack(x[i][2 * half], x[i][2 * half + 1]),
+           pack(x[i + 1][2 * half], x[i + 1][2 * half + 1]),
+           pack(x[i + 2][2 * half], x[i + 2][2 * half + 1]),
+           pack(x[i + 3][2 * half], x[i + 3][2 * half + 1]));
+    } else {
+#pragma unroll
+      for (int j = i; j < i + 4; j += 2)
+        add4(to + 32 * i + 8 * (j - i), x[j][2 * half], x[j][2 * half + 1], x[j + 1][2 * half],
+             x[j + 1][2 * half + 1]);
+    }
+  }
 }
 
 // What a warp knows of one side of one hash.
@@ -100,8 +111,8 @@ __device__ void run_tables(char* memory, uint32_t task, const Sides& both, int64
       (side ? k_most : q_most)[hash] <= other_above)
     return;  // no bucket of this hash is for this kernel
   const Side own = side ? q : k, other = side ? k : q;
-  char* out = (side ? both.dk + bh * both.keys * (2 * W) : both.dq + bh * both.queries * (2 * W)) +
-              warp * 64 + t * 16;
+  char* out = (side ? both.dk + bh * both.keys * SUMS_ROW : both.dq + bh * both.queries * SUMS_ROW) +
+              warp * (32 * Bytes<SUMS>::each) + t * (8 * Bytes<SUMS>::each);
   const int begin = task % runs * stretch, end = min(begin + stretch, (int)both.buckets);
 #pragma unroll 1
   for (int run = begin; run < end; run += (int)length) {

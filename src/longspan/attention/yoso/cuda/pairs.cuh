@@ -177,9 +177,9 @@ __device__ void run_pairs(char* memory, uint32_t* queue, const Sides& both, int6
       wait_for_copies<0>();
     }
     sync_pairs();
-    const int q_tiles = (now.q_count + 15) / 16, mine = warp * 128 + t * 16;
-    char* dq = both.dq + (int64_t)now.bh * both.queries * (2 * W) + mine;
-    char* dk = both.dk + (int64_t)now.bh * both.keys * (2 * W) + mine;
+    const int q_tiles = (now.q_count + 15) / 16, mine = warp * (64 * Bytes<SUMS>::each) + t * (8 * Bytes<SUMS>::each);
+    char* dq = both.dq + (int64_t)now.bh * both.queries * SUMS_ROW + mine;
+    char* dk = both.dk + (int64_t)now.bh * both.keys * SUMS_ROW + mine;
     if (q_tiles == 1) pairs<1>(shared, at, now, dq, dk);
     else if (q_tiles == 2) pairs<2>(shared, at, now, dq, dk);
     else if (q_tiles == 3) pairs<3>(shared, at, now, dq, dk);

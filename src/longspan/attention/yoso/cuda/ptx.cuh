@@ -113,6 +113,19 @@ __device__ inline void add8(char* to, uint32_t a, uint32_t b, uint32_t c, uint32
 #endif
 }
 
+// Add four float32 numbers to memory.
+__device__ inline void add4(char* to, float a, float b, float c, float d) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(a), "f"(b), "f"(c),
+               "f"(d) : "memory");
+#else
+  const float x[4] = {a, b, c, d};
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to + 4 * i), "f"(x[i]) : "memory");
+#endif
+}
+
 // Transpose an 8 × 8 matrix of 16-bit numbers that the warp holds.
 __device__ inline uint32_t turn(uint32_t x) {
   uint32_t r;

@@ -2,8 +2,9 @@
 //
 //   D, E   channels of queries and keys, and of values and gradients; multiples of 8 up to 128
 //   W      columns of what outer.cu reads, 64 or 128
+//   X      number type of rows in and out: BF16 or F16
 //
-// bfloat16 rows, eight channels a lane, a group of lanes a row. Blocks of queries (B H, nq) and of keys
+// Eight channels a lane, a group of lanes a row. Blocks of queries (B H, nq) and of keys
 // (B H, nk) take turns, from the last head to the first: other kernels go from the first to the last, and
 // find in the L2 cache what was written last, or leave there what is read first.
 
@@ -11,6 +12,8 @@
 #include "rows.cuh"
 
 constexpr int GROUP = W / 8;
+constexpr Type SUMS = sums_of(X);
+constexpr Type G = X == F16 ? F32 : X;  // of gradients divided by norms, for which float16 has no room
 constexpr int PARTS = 2;  // rows of a group of lanes, all on their way before the first is worked on
 
 struct Rows {
@@ -26,25 +29,25 @@ struct Rows {
   __device__ uint32_t operator[](int part) const { return begin + (part * 256 + threadIdx.x) / GROUP; }
 };
 
-__device__ inline Row8<BF16> load(const char* rows, uint32_t row, int channels, bool there) {
+__device__ inline Row8<X> load(const char* rows, uint32_t row, int channels, bool there) {
   const int lane = threadIdx.x % GROUP;
-  Row8<BF16> word;
+  Row8<X> word;
   if (there && lane * 8 < channels) word.load(rows + (int64_t)row * (channels * 2), lane);
   else word.clear();
   return word;
 }
 
-__device__ inline void unpack8(const Row8<BF16>& word, float (&x)[8]) {
-  const uint32_t* w = (const uint32_t*)word.word;
-#pragma unroll
-  for (int i = 0; i < 4; i++) unpack(w[i], x[2 * i], x[2 * i + 1], BF16);
-}
-
 __device__ inline float inverse_root(float x) { return x == 0 ? 0 : rsqrtf(x); }
+
+// By which rows can be divided without rounding; zero for zero, and for NaN infinity.
+__device__ inline float power_of_two_above(float x) {
+  return 2 * __uint_as_float(__float_as_uint(x) & 0x7f800000);
+}
 
 // The gradient through the unit vector of y: g ← (g − (g·y) y) / norm, where `inverse` is given; norms
 // (B H, nq) of g and (B H, nk) of v, zero for masked keys; and the first half of what outer.cu reads of a
-// token in float16, the unit vectors in [ĝ | q̂ |g| room/Σ|g|] or [v̂ | k̂ |v| room/Σ|v|].
+// token in float16, the unit vectors in [ĝ | q̂ |g| room/Σ|g|] or [v̂ | k̂ |v| room/Σ|v|]. Of float16 rows
+// the norms are powers of two, so that all digits are kept.
 extern "C" __global__ void __launch_bounds__(256) measure(
     const char* g, const char* y, const float* inverse, char* g_out, const char* v,
     const bool* mask, float* g_norms, float* v_norms, char* q_rows, char* k_rows,
@@ -52,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(256) measure(
   const Rows rows(batch_heads, queries, keys);
   const int lane = threadIdx.x % GROUP;
   const bool through = !rows.key && inverse;
-  Row8<BF16> x_word[PARTS], u_word[PARTS];
+  Row8<X> x_word[PARTS], u_word[PARTS];
   float factor[PARTS];
 #pragma unroll
   for (int p = 0; p < PARTS; p++) {
@@ -70,19 +73,24 @@ extern "C" __global__ void __launch_bounds__(256) measure(
   for (int p = 0; p < PARTS; p++) {
     const uint32_t row = rows[p];
     float x[8], u[8];
-    unpack8(x_word[p], x);
+    x_word[p].unpack_to(x);
     if (through) {
-      unpack8(u_word[p], u);
+      u_word[p].unpack_to(u);
       const float along = dot<GROUP>(x, u);
 #pragma unroll
       for (int i = 0; i < 8; i++) x[i] = (x[i] - along * u[i]) * factor[p];
     }
-    const float square = dot<GROUP>(x, x), shrink = inverse_root(square);
+    const float square = dot<GROUP>(x, x);
+    float shrink = inverse_root(square), norm = square * shrink;
+    if (X == F16) {
+      norm = power_of_two_above(norm);
+      shrink = inverse_of(norm);
+    }
     if (row >= rows.count) continue;
-    if (through && lane * 8 < E) store8<BF16>(g_out + (int64_t)row * (E * 2), lane, x);
+    if (through && lane * 8 < E) store8<G>(g_out + (int64_t)row * (E * Bytes<G>::each), lane, x);
 #pragma unroll
     for (int i = 0; i < 8; i++) x[i] *= shrink;
-    if (lane == 0) (rows.key ? v_norms : g_norms)[row] = square * shrink;
+    if (lane == 0) (rows.key ? v_norms : g_norms)[row] = norm;
     store8<F16>((rows.key ? k_rows : q_rows) + (int64_t)row * (4 * W), lane, x);
   }
 }
@@ -129,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(256) pair_rows(
   const float* norms = rows.key ? v_norms : g_norms;
   totals += rows.key ? batch_heads : 0;
   if (fullest) fullest += rows.key ? 0 : batch_heads;
-  Row8<BF16> word[PARTS];
+  Row8<X> word[PARTS];
   float factor[PARTS];
   bool clear[PARTS];
 #pragma unroll
@@ -145,21 +153,23 @@ extern "C" __global__ void __launch_bounds__(256) pair_rows(
   for (int p = 0; p < PARTS; p++) {
     const uint32_t row = rows[p];
     float x[8];
-    unpack8(word[p], x);
+    word[p].unpack_to(x);
     const float shrink = inverse_root(dot<GROUP>(x, x)) * factor[p];
 #pragma unroll
     for (int i = 0; i < 8; i++) x[i] *= shrink;
     if (row < rows.count)
       store8<F16>((rows.key ? k_rows : q_rows) + (int64_t)row * (4 * W) + 2 * W, lane, x);
-    if (clear[p])
-      *((uint4*)((rows.key ? k_sums : q_sums) + (int64_t)row * (2 * W)) + lane) =
-          make_uint4(0, 0, 0, 0);
+    if (clear[p]) {
+      Row8<SUMS> zeros;
+      zeros.clear();
+      zeros.store((rows.key ? k_sums : q_sums) + (int64_t)row * (W * Bytes<SUMS>::each), lane);
+    }
   }
 }
 
-// Gradients of queries and keys from the sums that outer.cu left, in float16 and its order of columns:
-// scaled back by the factors that `pair_rows` took out, and through the norm of the row. Where D = W,
-// a gradient takes the memory of its sums.
+// Gradients of queries and keys from the sums that outer.cu left: scaled back by the factors that
+// `pair_rows` took out, and through the norm of the row. Where D = W and sums are float16, a gradient takes
+// the memory of its sums.
 extern "C" __global__ void __launch_bounds__(256) finish(
     const char* q_sums, const char* k_sums, const char* q, const char* k, const float* g_norms,
     const float* v_norms, const float* totals, char* dq, char* dk, int64_t batch_heads,
@@ -168,17 +178,17 @@ extern "C" __global__ void __launch_bounds__(256) finish(
   const int lane = threadIdx.x % GROUP;
   const float* norms = rows.key ? v_norms : g_norms;
   totals += rows.key ? 0 : batch_heads;
-  Row8<BF16> word[PARTS];
-  uint32_t sum[PARTS][4];
+  Row8<X> word[PARTS];
+  Row8<SUMS> sum[PARTS];
   float norm[PARTS], total[PARTS];
 #pragma unroll
   for (int p = 0; p < PARTS; p++) {
     const uint32_t row = rows[p];
     const bool there = row < rows.count;
     word[p] = load(rows.key ? k : q, row, D, there);
-    const uint32_t* sums = (const uint32_t*)((rows.key ? k_sums : q_sums) + (int64_t)row * (2 * W));
-#pragma unroll
-    for (int a = 0; a < 4; a++) sum[p][a] = there ? sums[column_word(lane, a)] : 0;
+    const char* sums = (rows.key ? k_sums : q_sums) + (int64_t)row * (W * Bytes<SUMS>::each);
+    if (there) sum[p] = load_sums<SUMS>(sums, lane);
+    else sum[p].clear();
     norm[p] = there ? norms[row] : 0;
     total[p] = there ? totals[row / rows.n] : 0;
   }
@@ -187,17 +197,16 @@ extern "C" __global__ void __launch_bounds__(256) finish(
   for (int p = 0; p < PARTS; p++) {
     const uint32_t row = rows[p];
     float u[8], x[8];
-    unpack8(word[p], u);
+    word[p].unpack_to(u);
     const float inverse = inverse_root(dot<GROUP>(u, u));
 #pragma unroll
     for (int i = 0; i < 8; i++) u[i] *= inverse;
-#pragma unroll
-    for (int a = 0; a < 4; a++) unpack(sum[p][a], x[2 * a], x[2 * a + 1], F16);
+    sum[p].unpack_to(x);
     const float along = dot<GROUP>(x, u), factor = inverse * scale * norm[p] * total[p];
 #pragma unroll
     for (int i = 0; i < 8; i++)
       x[i] = norm[p] == 0 ? 0 : (x[i] - along * u[i]) * factor;  // a masked key may hold anything
     if (row < rows.count && lane * 8 < D)
-      store8<BF16>((rows.key ? dk : dq) + (int64_t)row * (D * 2), lane, x);
+      store8<X>((rows.key ? dk : dq) + (int64_t)row * (D * 2), lane, x);
   }
 }

@@ -18,6 +18,11 @@ template <Type T> struct Row8 {
     word[0] = make_uint4(0, 0, 0, 0);
     if constexpr (T == F32) word[1] = make_uint4(0, 0, 0, 0);
   }
+  __device__ void store(void* row, int lane) const {
+    uint4* p = (uint4*)row + lane * (T == F32 ? 2 : 1);
+    p[0] = word[0];
+    if constexpr (T == F32) p[1] = word[1];
+  }
   // += factor x, of float16 rows in their own precision
   __device__ void add_scaled(float factor, const Row8& x) {
     static_assert(T == F16);
@@ -26,20 +31,22 @@ template <Type T> struct Row8 {
 #pragma unroll
     for (int i = 0; i < 4; i++) to[i] = multiply_add2(twice, from[i], to[i]);
   }
-  __device__ void add_to(float (&sum)[8]) const {
+  __device__ void unpack_to(float (&x)[8]) const {
     const uint32_t* w = (const uint32_t*)word;
     if constexpr (T == F32) {
 #pragma unroll
-      for (int i = 0; i < 8; i++) sum[i] += __uint_as_float(w[i]);
+      for (int i = 0; i < 8; i++) x[i] = __uint_as_float(w[i]);
     } else {
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        float low, high;
-        unpack(w[i], low, high, T);
-        sum[2 * i] += low;
-        sum[2 * i + 1] += high;
-      }
+      for (int i = 0; i < 4; i++) unpack(w[i], x[2 * i], x[2 * i + 1], T);
     }
+  }
+  // += factor x, of sums in float32
+  __device__ void add_to(float (&sum)[8], float factor = 1) const {
+    float x[8];
+    unpack_to(x);
+#pragma unroll
+    for (int i = 0; i < 8; i++) sum[i] += factor * x[i];
   }
 };
 
@@ -65,7 +72,7 @@ template <int GROUP> __device__ inline float dot(const float (&a)[8], const floa
   return sum;
 }
 
-// The same of float16 rows, this lane's part of it: its eight products in their own precision.
+// The same of float16 rows, this lane's part of it: its eight products in their own precision, or not.
 __device__ inline float dot16(const Row8<F16>& a, const Row8<F16>& b) {
   const uint32_t *x = (const uint32_t*)a.word, *y = (const uint32_t*)b.word;
   uint32_t both = multiply2(x[0], y[0]);
@@ -74,6 +81,13 @@ __device__ inline float dot16(const Row8<F16>& a, const Row8<F16>& b) {
   float low, high;
   unpack(both, low, high, F16);
   return low + high;
+}
+
+__device__ inline float dot32(const Row8<F16>& a, const Row8<F16>& b) {
+  float x[8], y[8];
+  a.unpack_to(x);
+  b.unpack_to(y);
+  return dot<1>(x, y);
 }
 
 // Four sums over the group, for all its lanes: each lane first adds up one of them.
@@ -89,6 +103,19 @@ template <int GROUP> __device__ inline void sum4(float (&x)[4]) {
 
 __device__ inline float inverse_of(float norm) { return norm > 0 ? 1 / norm : 0; }
 
-// The two words of float16 columns in which outer.cu keeps channels 8 lane + 2 a and the next: columns
-// 8 a + 2 b + c of every 32 belong to 8 b + 2 a + c.
-__device__ inline int column_word(int lane, int a) { return lane / 4 * 16 + a * 4 + lane % 4; }
+// Number type of the sums that outer.cu leaves for rows of a type: float16 rows have the digits that
+// adding up in float16 would lose.
+__device__ constexpr Type sums_of(Type x) { return x == BF16 ? F16 : F32; }
+
+// Eight channels of such a row, in outer.cu's order of columns: 8 a + 2 b + c of every 32 hold what belongs
+// to 8 b + 2 a + c.
+template <Type T> __device__ inline Row8<T> load_sums(const char* row, int lane) {
+  Row8<T> x;
+#pragma unroll
+  for (int a = 0; a < 4; a++) {
+    const int pair = lane / 4 * 16 + a * 4 + lane % 4;
+    if constexpr (T == F32) ((uint2*)x.word)[a] = ((const uint2*)row)[pair];
+    else ((uint32_t*)x.word)[a] = ((const uint32_t*)row)[pair];
+  }
+  return x;
+}

@@ -229,12 +229,14 @@ __device__ inline void load8(const char* row, int channels, bool there, float (&
 }
 
 #if D <= 128 && E <= 128
-// Gradients of the surrogate from bfloat16: queries come first in the grid, then keys, and dV with dK.
+// Gradients of the surrogate from 16-bit rows: queries come first in the grid, then keys, and dV with dK.
 // Rows as outer.cu reads them, [ĝ | q̂ |g| s] and [v̂ | k̂ |v| s]; its sums over the heavy buckets are in
 // q_sums and k_sums, for the heads that have some: `fullest` (2, BH) are the tokens of the fullest bucket
 // of queries and of keys. `heavy` has the sums of g over the heavy buckets of queries. Of all hashes, dQ
 // and dK take the first `used`.
 constexpr int W = D <= 64 && E <= 64 ? 64 : 128, LANES = W / 8, ROUNDS = 2;
+constexpr Type SUMS = sums_of(X);
+constexpr bool IN_FLOAT16 = X == BF16;  // products, and sums of four rows: digits enough for bfloat16
 
 template <bool KEY>
 __device__ void walk_outer_side(const Side& s, const float* totals, const uint32_t* fullest,
@@ -276,24 +278,26 @@ __device__ void walk_outer_side(const Side& s, const float* totals, const uint32
         if (!KEY || h < used) b[u].load(rows + (int64_t)j * (4 * W) + 2 * W, lane);
         if (KEY) size[u] = s.other_norms[from + j] * g_scale;
       }
-      // Four at a time in float16, as precise as the rows are, then on to float32.
-      Row8<F16> part, v_part;
-      part.clear(), v_part.clear();
       float score[4];
 #pragma unroll
-      for (int u = 0; u < 4; u++) score[u] = dot16(own, a[u]);
+      for (int u = 0; u < 4; u++) score[u] = IN_FLOAT16 ? dot16(own, a[u]) : dot32(own, a[u]);
       sum4<LANES>(score);
+      if constexpr (IN_FLOAT16) {
+        Row8<F16> part, v_part;  // four at a time, then on to float32
+        part.clear(), v_part.clear();
 #pragma unroll
-      for (int u = 0; u < 4; u++) {
-        part.add_scaled(score[u], b[u]);
-        if (KEY) v_part.add_scaled(size[u], a[u]);
-      }
-      part.add_to(sum);
-      if (KEY) {
-        float x[8] = {};
-        v_part.add_to(x);
+        for (int u = 0; u < 4; u++) {
+          part.add_scaled(score[u], b[u]);
+          if (KEY) v_part.add_scaled(size[u], a[u]);
+        }
+        part.add_to(sum);
+        if (KEY) v_part.add_to(v_sum, g_back);
+      } else {
 #pragma unroll
-        for (int c = 0; c < 8; c++) v_sum[c] += g_back * x[c];
+        for (int u = 0; u < 4; u++) {
+          b[u].add_to(sum, score[u]);
+          if (KEY) a[u].add_to(v_sum, size[u] * g_back);
+        }
       }
     }
     if (KEY) add_heavy<LANES>(heavy, slots, v_sum);
@@ -301,18 +305,11 @@ __device__ void walk_outer_side(const Side& s, const float* totals, const uint32
   }
   const uint32_t other_side = bh + (KEY ? 0 : batch_heads);
   if (seen && fullest[other_side] > MOST) {
-    const uint32_t* words = (const uint32_t*)(sums + row * (2 * W));
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      float low, high;
-      unpack(words[column_word(lane, i)], low, high, F16);
-      sum[2 * i] += low;
-      sum[2 * i + 1] += high;
-    }
+    load_sums<SUMS>(sums + row * (W * Bytes<SUMS>::each), lane).add_to(sum);
   }
   __syncwarp();  // all of a row is read before any of it is written
   float unit[8];
-  load8<LANES, BF16>(s.x + row * (D * 2), D, seen, unit);
+  load8<LANES, X>(s.x + row * (D * 2), D, seen, unit);
   const float inverse = inverse_of(sqrtf(dot<LANES>(unit, unit)));
 #pragma unroll
   for (int c = 0; c < 8; c++) {
@@ -325,7 +322,7 @@ __device__ void walk_outer_side(const Side& s, const float* totals, const uint32
   if (KEY && there && lane * 8 < E) store8<X>(dv + row * (E * 2), lane, v_sum);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 7) walk_outer(
+extern "C" __global__ void __launch_bounds__(THREADS, IN_FLOAT16 ? 7 : 5) walk_outer(
     const Code* q_codes, const Code* k_codes, const INDEX* q_order, const INDEX* k_order,
     const uint32_t* q_first, const uint32_t* k_first, const char* q, const char* k,
     const char* q_rows, const char* k_rows, const float* g_norms, const float* v_norms,
