@@ -205,20 +205,25 @@ def test_gpu_rows_are_a_whole_grid():
         (*group, c.name, c.case.inputs) for group in gpu.groups() for c in gpu.contenders(*group)
     }
     for head_dim, exponent, mode in product((64, 128), range(9, 18), MODES):
-        here = head_dim, 2**exponent, mode
+        here = head_dim, 2**exponent, mode, "bfloat16"
         assert {(*here, f"softmax {name}", "spread") for name in ("cuDNN", "flash")} <= found
         for hashes, inputs in product((16, 32), ("spread", "clustered")):
             assert (*here, f"yoso fused num_hashes={hashes} hash_bits=8", inputs) in found
         for hashes in (16, 32):
             bits = min(exponent, 16)
             assert (*here, f"yoso fused num_hashes={hashes} hash_bits={bits}", "spread") in found
+    for mode, length in product(MODES, (4096, 16384)):
+        for dtype, exact in (("float16", "cuDNN"), ("float32", "efficient")):
+            here = 64, length, mode, dtype
+            assert (*here, f"softmax {exact}", "spread") in found
+            assert (*here, "yoso fused num_hashes=32 hash_bits=8", "spread") in found
 
 
 @pytest.fixture
 def small_gpu(monkeypatch):
     """The benchmark at toy sizes on the CPU."""
 
-    def contenders(head_dim, length, mode):
+    def contenders(head_dim, length, mode, dtype):
         shape = dict(length=length, heads=2, head_dim=8)
         yield gpu.Contender("softmax cuDNN", Case("softmax", **shape))
         for inputs in ("spread", "one-key"):
@@ -227,7 +232,7 @@ def small_gpu(monkeypatch):
             yield gpu.Contender("yoso fused num_hashes=2", case)
 
     monkeypatch.setattr(gpu, "contenders", contenders)
-    monkeypatch.setattr(gpu, "groups", lambda: [(8, n, m) for n in (32, 64) for m in MODES])
+    monkeypatch.setattr(gpu, "groups", lambda: list(product([8], (32, 64), MODES, ["float32"])))
     monkeypatch.setattr(gpu, "peak_bytes", lambda call: 5000)
     monkeypatch.setattr(gpu, "SECONDS", 0)
 

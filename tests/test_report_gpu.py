@@ -24,7 +24,7 @@ def seconds(contender, mode):
 
 def made_up():
     for group in gpu.groups():
-        head_dim, length, mode = group
+        head_dim, length, mode, _ = group
         for contender in gpu.contenders(*group):
             case = contender.case
             v_bytes = 2 * case.heads * length * head_dim
@@ -90,6 +90,10 @@ def test_tables_compare_inputs_and_hashes(rows):
     host = cells(text, "Forward, until it returned", 16384)
     assert host["yoso 32"] == "100 (12%)"
     assert "yoso 32, graph" not in host
+    line = cells(text, "Forward, heads of 64, by number type", 16384)
+    assert line["softmax efficient, float32"] == "4.295 (1.00×)"
+    assert line["yoso 32, float16"] == "0.839 (5.12×)"
+    assert "float16" not in section(text, "Forward, heads of 64")
     slopes = section(text, "Slope")
     assert "| softmax cuDNN | 2.00 | 2.00 |" in slopes
     assert "| yoso 32 | 1.00 | 1.00 |" in slopes

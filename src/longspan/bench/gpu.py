@@ -35,11 +35,18 @@ LENGTHS = tuple(512 << i for i in range(9))
 FEW = (4096, 16384, 65536)  # lengths with inputs of one bucket, and fewer hashes backward
 HEAD_DIMS = (64, 128)
 REFERENCE = (512, 2048, 8192)  # plain torch takes long
+OTHERS = {"float16": FEW, "float32": FEW[:2]}  # number types, and their lengths
+HALF = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+EXACT = {
+    "bfloat16": HALF,
+    "float16": HALF,
+    "float32": {"efficient": SDPBackend.EFFICIENT_ATTENTION},  # the only one that takes it
+}
 TOKEN_HEADS = 1 << 18
 SECONDS = 1.0  # of rounds for one group
 
 Context = Callable[[], AbstractContextManager[Any]]
-Group = tuple[int, int, str]  # head dimension, length, mode
+Group = tuple[int, int, str, str]  # head dimension, length, mode, number type
 
 
 @dataclass(frozen=True)
@@ -53,8 +60,10 @@ class Contender:
 
     def key(self, mode: str) -> str:
         """What tells its row from all others, and what `--only` looks into."""
-        case, graph = self.case, ", graph" if self.graph else ""
-        return f"{self.name}, d={case.head_dim}, n={case.length}, {case.inputs}, {mode}{graph}"
+        case, more = self.case, ", graph" if self.graph else ""
+        if case.dtype in OTHERS:
+            more += f", {case.dtype}"
+        return f"{self.name}, d={case.head_dim}, n={case.length}, {case.inputs}, {mode}{more}"
 
     def build(self, mode: str) -> Callable[[], object]:
         """The call to time."""
@@ -69,15 +78,19 @@ class Contender:
 
 def groups() -> list[Group]:
     """What is in one group is interleaved."""
-    return list(product(HEAD_DIMS, LENGTHS, MODES))
+    found = list(product(HEAD_DIMS, LENGTHS, MODES, ["bfloat16"]))
+    for dtype, lengths in OTHERS.items():
+        found += product(HEAD_DIMS[:1], lengths, MODES, [dtype])
+    return found
 
 
-def contenders(head_dim: int, length: int, mode: str) -> Iterator[Contender]:
-    """What is timed in a group: exact attention by its two fused kernels, and YOSO's settings."""
-    shape: dict[str, Any] = dict(length=length, head_dim=head_dim, dtype="bfloat16", device="cuda")
+def contenders(
+    head_dim: int, length: int, mode: str, dtype: str = "bfloat16"
+) -> Iterator[Contender]:
+    """What is timed in a group: exact attention by its fused kernels, and YOSO's settings."""
+    shape: dict[str, Any] = dict(length=length, head_dim=head_dim, dtype=dtype, device="cuda")
     shape["heads"] = max(8, TOKEN_HEADS // length)
-    kernels = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-    for name, backend in kernels.items():
+    for name, backend in EXACT[dtype].items():
         case = Case("softmax", **shape)
         yield Contender(f"softmax {name}", case, partial(sdpa_kernel, backend))
 
@@ -96,6 +109,8 @@ def contenders(head_dim: int, length: int, mode: str) -> Iterator[Contender]:
 
     yield yoso(16)
     yield yoso(32)
+    if dtype in OTHERS:
+        return
     if head_dim == 64:
         yield replace(yoso(16), graph=True)
         yield replace(yoso(32), graph=True)
@@ -142,8 +157,8 @@ def run(
     for number, (group, missing) in enumerate(todo.items(), start=1):
         gone = time.perf_counter() - begin
         left = gone * (total / spent - 1) if spent else total
-        head_dim, length, mode = group
-        print(f"\n[{number}/{len(todo)}] {mode}, n = {length:,}, d = {head_dim}", end="")
+        head_dim, length, mode, dtype = group
+        print(f"\n[{number}/{len(todo)}] {mode}, n = {length:,}, d = {head_dim}, {dtype}", end="")
         print(f"   ({gone:.0f} s gone, about {left:.0f} s left)", flush=True)
         for row in measured(contenders(*group), mode, missing):
             print(_line(records.append(path, row)), flush=True)
@@ -189,10 +204,10 @@ def _exact(contender: Contender) -> bool:
 
 def _cost(group: Group) -> float:
     """Rough seconds of a group on an H200: its rounds, and six calls of both exact kernels."""
-    head_dim, length, mode = group
+    head_dim, length, mode, dtype = group
     tokens = max(8 * length, TOKEN_HEADS)
-    passes = 1 if mode == "forward" else 4.5
-    return SECONDS + 12 * passes * 4 * tokens * length * head_dim / 4e14
+    passes, rate = 1 if mode == "forward" else 4.5, 4e13 if dtype == "float32" else 4e14
+    return SECONDS + 12 * passes * 4 * tokens * length * head_dim / rate
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -26,6 +26,7 @@ THREAD = (
 Row = Mapping[str, Any]
 MODES = {"forward": "Forward", "forward+backward": "Forward and backward"}
 TOKEN_HEADS = 1 << 18
+DTYPE = "bfloat16"  # of all but a few rows
 PLOTTED_HEADS = 8
 # Of the settings in the plot: marker filled, line.
 _LINES = {
@@ -63,13 +64,14 @@ def setting(row: Row) -> str:
 
 def markdown(rows: Iterable[Row]) -> str:
     """Time and ratio, crowded inputs, hashes, peak memory, slopes; empty without rows."""
-    rows = latest(rows)
+    every = latest(rows)
+    rows = [row for row in every if row["dtype"] == DTYPE]
     if not rows:
         return ""
     stamp = rows[-1]["environment"]
     parts = [
         f"# YOSO on one {stamp['gpu']}",
-        f"torch {stamp['torch']}, {rows[0]['dtype']}, {stamp['time'][:10]}. Made from the rows "
+        f"torch {stamp['torch']}, {DTYPE}, {stamp['time'][:10]}. Made from the rows "
         "beside this file by `python -m longspan.report.gpu`; `make bench-gpu` measures them.",
         "`yoso 32` is 32 hashes of 8 bits through the fused kernels, with `log2 n bits` of that "
         "many instead, but no more than 16; `reference` is plain torch, timed at a few lengths "
@@ -77,7 +79,7 @@ def markdown(rows: Iterable[Row]) -> str:
         "`graph` is a call captured once and replayed, which leaves the host out."
         if any(row.get("graph") for row in rows)
         else "",
-        *notes(rows),
+        *notes(every),
         "## Time",
         "Milliseconds per 2^18 token-heads and, in brackets, the time of the faster exact kernel "
         "in the same run divided by it. Inputs spread out (Gaussian). " + THREAD,
@@ -101,6 +103,10 @@ def markdown(rows: Iterable[Row]) -> str:
     for title, chosen in _by_size([row for row in rows if row["inputs"] != "spread"]):
         parts += [f"### {title}", grid(chosen, slowdown, _setting_and_inputs)]
     parts += ["## Half the hashes", "Time of 32 hashes divided by that of 16.", _halves(base)]
+    if others := [row for row in every if row["dtype"] != DTYPE]:
+        parts += ["## Other number types", "Heads of 64, spread-out inputs, otherwise as above."]
+        for title, chosen in _by_size(others):
+            parts += [f"### {title}, by number type", grid(chosen, _time, _setting_and_type)]
     parts += hosts([row for row in spread if row["head_dim"] == 64], setting)
     parts += [
         "## Peak memory",
@@ -121,7 +127,8 @@ def draw(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
     """Time of eight heads of 64 channels against length, both logarithmic, with a slope of 1."""
     from matplotlib.figure import Figure
 
-    rows = [row for row in latest(rows) if row["head_dim"] == 64 and row["inputs"] == "spread"]
+    wanted = (64, "spread", DTYPE)
+    rows = [r for r in latest(rows) if (r["head_dim"], r["inputs"], r["dtype"]) == wanted]
     figure = Figure(figsize=(10, 4.6), layout="constrained")
     panels = figure.subplots(1, len(MODES), sharey=True)
     for axes, (mode, title) in zip(panels, MODES.items(), strict=True):
@@ -145,7 +152,7 @@ def draw(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
     panels[0].set_ylabel(f"milliseconds for {PLOTTED_HEADS} heads of 64")
     panels[0].legend(frameon=False)
     gpu = gpu_of(rows[-1])
-    about = f"{rows[-1]['dtype']}, 8-bit hashes, timed with 2^18 token-heads or more"
+    about = f"{DTYPE}, 8-bit hashes, timed with 2^18 token-heads or more"
     figure.suptitle(f"Attention on one {gpu}: {about}", fontsize=12)
     figure.savefig(path, dpi=140, metadata={"Software": None})
 
@@ -182,6 +189,10 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 def _setting_and_inputs(row: Row) -> str:
     return f"{setting(row)}, {row['inputs']}"
+
+
+def _setting_and_type(row: Row) -> str:
+    return f"{setting(row)}, {row['dtype']}"
 
 
 def gpu_of(row: Row) -> str | None:
