@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import longspan
+from longspan.attention.base import unit
 from longspan.attention.random import gaussian
 
 # Options at which nothing degenerates to exact attention at the lengths tested, and at which a
@@ -115,3 +116,30 @@ def held_to_the_reference(
         error, usual = ((x.double() - exact[name]).norm() for x in (kernel, plain))
         said = [float(x / exact[name].norm()) for x in (error, usual)]
         assert error <= 2 * usual + floor(name, exact), (name, *said)
+
+
+def allowed_errors(q, k, v, g, **options):
+    """The name, exact value and largest error of y, dq, dk and dv of a kernel of `yoso`.
+
+    Twice the reference's error in the dtype of the inputs, against float64. Where rows are scaled
+    to length one, a kernel takes g through the unit vector of y as it gave it out, and rounds the
+    result; the reference keeps both in float32. What that alone changes is allowed besides. It is
+    all there is where a query meets one key: g·v is then zero but for rounding.
+    """
+    results = []
+    for dtype in (v.dtype, torch.float64):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        y = longspan.yoso(*leaves, impl="reference", **options)
+        results.append([y.detach(), *torch.autograd.grad(y, leaves, g.to(dtype))])
+    allowed = [2 * (plain.double() - exact).norm() for plain, exact in zip(*results, strict=True)]
+    if options.get("normalize", True):
+        total = longspan.yoso(*leaves, impl="reference", **{**options, "normalize": False})
+        norm = total.detach().norm(dim=-1, keepdim=True)
+        y, g = unit(total.detach()).to(v.dtype).double(), g.double()
+        through = (g - (g * y).sum(-1, keepdim=True) * y) / norm
+        through = through.masked_fill(norm == 0, 0)
+        grads = torch.autograd.grad(total, leaves[:2], through.to(v.dtype).double())
+        for i, grad in zip((1, 2), grads, strict=True):
+            # A hundredth more, for what is rounded in turn: float16 has few digits below 6e-5.
+            allowed[i] += 1.01 * (grad - results[1][i]).norm()
+    return list(zip(("y", "dq", "dk", "dv"), results[1], allowed, strict=True))

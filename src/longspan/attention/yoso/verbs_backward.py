@@ -176,7 +176,7 @@ def outer(
     while run > 2 and (most * run > tokens << bits or groups * used << bits < run * MANY_RUNS):
         run //= 2
     a_head = used * -(-buckets // run)  # runs
-    kept = 2 * a_head * run * 2 * columns**2  # bytes of the tables of two sides of a head
+    kept = 2 * a_head * run * columns**2 * dtype.itemsize  # bytes: tables of two sides of a head
     few, many = FEW_ROWS[most >= 32 << bits], 8 * most >> bits
     in_pairs = not walked and most < few << bits
     # In phases where the cache has no room for rows and sums of a side, if there is work for all.

@@ -20,6 +20,20 @@ constexpr int PER_SM = 8;  // warps of either kernel: as many as 255 registers e
 
 __device__ inline uint32_t pack(float low, float high) { return pack(low, high, F16); }
 
+// Float16 rows would be rounded too often if scores and tables were float16 numbers: they are sums of two.
+constexpr int PIECES = SUMS == F16 ? 1 : 2;
+
+// Two float32 numbers as float16, which then hold what that leaves out, the next piece.
+__device__ inline uint32_t take_piece(float& low, float& high) {
+  const uint32_t piece = pack(low, high);
+  if (PIECES > 1) {
+    float x, y;
+    unpack(piece, x, y, F16);
+    low -= x, high -= y;
+  }
+  return piece;
+}
+
 constexpr int SUMS_ROW = W * Bytes<SUMS>::each;  // bytes
 
 // Add a row of this lane's tiles, its upper or lower half, to the sums of a token.
@@ -203,7 +217,7 @@ __device__ void run_tables(char* memory, uint32_t task, const Sides& both, int64
     const int a_row = lane % 8 + lane / 16 * 8, a_piece = lane / 8 % 2;
     const int row = lane % 16, piece = lane / 16;
     float table[MT][NT][4];
-    uint32_t small[MT][NT][2];
+    uint32_t small[PIECES][MT][NT][2];
     auto build = [&](int from, bool is_new) {  // with rows from … from + 15
       uint32_t a[MT][4];
 #pragma unroll
@@ -228,8 +242,11 @@ __device__ void run_tables(char* memory, uint32_t task, const Sides& both, int64
         load_matrix<false>(slot + place<W / 8>(from + row, 2 * s + piece), a);
 #pragma unroll
         for (int i = 0; i < 2 * MT; i++) {
-          const uint32_t b0 = small[i / 2][2 * s][i % 2], b1 = small[i / 2][2 * s + 1][i % 2];
-          multiply<F16>(sum[i], a, b0, b1, s == 0);
+#pragma unroll
+          for (int p = 0; p < PIECES; p++) {
+            const uint32_t b0 = small[p][i / 2][2 * s][i % 2], b1 = small[p][i / 2][2 * s + 1][i % 2];
+            multiply<F16>(sum[i], a, b0, b1, s == 0 && p == 0);
+          }
         }
       }
     };
@@ -248,21 +265,23 @@ __device__ void run_tables(char* memory, uint32_t task, const Sides& both, int64
     auto fetch_late = [&]() {
       if (STAGES > 2) fetch(spent);
     };
-    auto word_of = [&](int i, int j) {  // where two tiles of a table are kept
+    auto word_of = [&](int p, int i, int j) {  // where two tiles of a table are kept
       const int bucket = run - begin + __ffs(mine) - 1;
-      return kept + (bucket * (MT * NT) + i * NT + j) * 16 + lane;
+      return kept + ((bucket * PIECES + p) * (MT * NT) + i * NT + j) * 16 + lane;
     };
     take();
     while (here) {
       if (PART == APPLY) {
 #pragma unroll
-        for (int i = 0; i < MT; i++)
+        for (int p = 0; p < PIECES; p++)
 #pragma unroll
-          for (int j = 0; j < NT; j += 2) {
-            const uint4 word = __ldcs(word_of(i, j));
-            small[i][j][0] = word.x, small[i][j][1] = word.y;
-            small[i][j + 1][0] = word.z, small[i][j + 1][1] = word.w;
-          }
+          for (int i = 0; i < MT; i++)
+#pragma unroll
+            for (int j = 0; j < NT; j += 2) {
+              const uint4 word = __ldcs(word_of(p, i, j));
+              small[p][i][j][0] = word.x, small[p][i][j][1] = word.y;
+              small[p][i][j + 1][0] = word.z, small[p][i][j + 1][1] = word.w;
+            }
         mine &= mine - 1;
       } else {
         fetch_early();
@@ -279,19 +298,23 @@ __device__ void run_tables(char* memory, uint32_t task, const Sides& both, int64
 #pragma unroll
         for (int i = 0; i < MT; i++)
 #pragma unroll
-          for (int j = 0; j < NT; j++) {
-            small[i][j][0] = pack(table[i][j][0], table[i][j][1]);
-            small[i][j][1] = pack(table[i][j][2], table[i][j][3]);
-          }
+          for (int j = 0; j < NT; j++)
+#pragma unroll
+            for (int p = 0; p < PIECES; p++) {
+              small[p][i][j][0] = take_piece(table[i][j][0], table[i][j][1]);
+              small[p][i][j][1] = take_piece(table[i][j][2], table[i][j][3]);
+            }
         take();
       }
       if (PART == BUILD) {
 #pragma unroll
-        for (int i = 0; i < MT; i++)
+        for (int p = 0; p < PIECES; p++)
 #pragma unroll
-          for (int j = 0; j < NT; j += 2)
-            __stcs(word_of(i, j), make_uint4(small[i][j][0], small[i][j][1], small[i][j + 1][0],
-                                             small[i][j + 1][1]));
+          for (int i = 0; i < MT; i++)
+#pragma unroll
+            for (int j = 0; j < NT; j += 2)
+              __stcs(word_of(p, i, j), make_uint4(small[p][i][j][0], small[p][i][j][1],
+                                                  small[p][i][j + 1][0], small[p][i][j + 1][1]));
         mine &= mine - 1;
         continue;
       }
@@ -339,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(32, PER_SM)
   const uint32_t side = ticket / (2 * tasks), run = side * tasks + ticket % tasks;
   uint32_t* applied = order + 1 + side;
   uint32_t* built = order + 1 + sides + run;
-  kept += (int64_t)(run % (2 * tasks)) * length * (MT * NT * 16);
+  kept += (int64_t)(run % (2 * tasks)) * length * (PIECES * MT * NT * 16);
   if (ticket / tasks % 2 == 0) {
     if (side >= 2) wait_for(applied - 2, tasks);
     run_tables<BUILD>(memory, run, BOTH, length, 1, nullptr, nullptr, above, above, kept);

@@ -47,22 +47,33 @@ __device__ inline void pairs(uint32_t shared, int at, const Bucket& bucket, char
         multiply<F16>(score[0], a, v[s][0], v[s][1], s == 0);
         multiply<F16>(score[1], a, v[s][2], v[s][3], s == 0);
       }
-      const uint32_t a[4] = {pack(score[0][0], score[0][1]), pack(score[0][2], score[0][3]),
-                             pack(score[1][0], score[1][1]), pack(score[1][2], score[1][3])};
-      const uint32_t turned[4] = {turn(a[0]), turn(a[2]), turn(a[1]), turn(a[3])};
+      uint32_t a[PIECES][4], turned[PIECES][4];
+#pragma unroll
+      for (int p = 0; p < PIECES; p++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) a[p][i] = take_piece(score[i / 2][i % 2 * 2], score[i / 2][i % 2 * 2 + 1]);
+        turned[p][0] = turn(a[p][0]), turned[p][1] = turn(a[p][2]);
+        turned[p][2] = turn(a[p][1]), turned[p][3] = turn(a[p][3]);
+      }
 #pragma unroll
       for (int j = 0; j < OWN; j += 2) {
         uint32_t b[4];
         load_matrix<true>(k_slot + HALF + place<W / 8>(row, own + j + piece), b);
-        multiply<F16>(to_q[qt][j], a, b[0], b[1], false);
-        multiply<F16>(to_q[qt][j + 1], a, b[2], b[3], false);
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) {
+          multiply<F16>(to_q[qt][j], a[p], b[0], b[1], false);
+          multiply<F16>(to_q[qt][j + 1], a[p], b[2], b[3], false);
+        }
       }
 #pragma unroll
       for (int j = 0; j < OWN; j += 2) {
         uint32_t b[4];
         load_matrix<true>(q_slot[qt] + HALF + place<W / 8>(row, own + j + piece), b);
-        multiply<F16>(to_k[j], turned, b[0], b[1], qt == 0);
-        multiply<F16>(to_k[j + 1], turned, b[2], b[3], qt == 0);
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) {
+          multiply<F16>(to_k[j], turned[p], b[0], b[1], qt == 0 && p == 0);
+          multiply<F16>(to_k[j + 1], turned[p], b[2], b[3], qt == 0 && p == 0);
+        }
       }
     }
 #pragma unroll
