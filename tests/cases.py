@@ -123,8 +123,8 @@ def allowed_errors(q, k, v, g, **options):
 
     Twice the reference's error in the dtype of the inputs, against float64. Where rows are scaled
     to length one, a kernel takes g through the unit vector of y as it gave it out, and rounds the
-    result; the reference keeps both in float32. What that alone changes is allowed besides. It is
-    all there is where a query meets one key: g·v is then zero but for rounding.
+    result; the reference keeps both in float32. What either changes is allowed besides. It is all
+    there is where a query meets one key: g·v is then zero but for rounding.
     """
     results = []
     for dtype in (v.dtype, torch.float64):
@@ -134,12 +134,14 @@ def allowed_errors(q, k, v, g, **options):
     allowed = [2 * (plain.double() - exact).norm() for plain, exact in zip(*results, strict=True)]
     if options.get("normalize", True):
         total = longspan.yoso(*leaves, impl="reference", **{**options, "normalize": False})
-        norm = total.detach().norm(dim=-1, keepdim=True)
-        y, g = unit(total.detach()).to(v.dtype).double(), g.double()
-        through = (g - (g * y).sum(-1, keepdim=True) * y) / norm
-        through = through.masked_fill(norm == 0, 0)
-        grads = torch.autograd.grad(total, leaves[:2], through.to(v.dtype).double())
-        for i, grad in zip((1, 2), grads, strict=True):
-            # A hundredth more, for what is rounded in turn: float16 has few digits below 6e-5.
-            allowed[i] += 1.01 * (grad - results[1][i]).norm()
+        norm, row = total.detach().norm(dim=-1, keepdim=True), unit(total.detach())
+
+        def through(row):
+            along = (g.double() * row).sum(-1, keepdim=True)
+            return ((g.double() - along * row) / norm).masked_fill(norm == 0, 0)
+
+        for rounded in (through(row.to(v.dtype).double()), through(row).to(v.dtype).double()):
+            grads = torch.autograd.grad(total, leaves[:2], rounded, retain_graph=True)
+            for i, grad in zip((1, 2), grads, strict=True):
+                allowed[i] += (grad - results[1][i]).norm()
     return list(zip(("y", "dq", "dk", "dv"), results[1], allowed, strict=True))
