@@ -123,15 +123,15 @@ def allowed_errors(q, k, v, g, **options):
 
     Twice the reference's error in the dtype of the inputs, against float64. Where rows are scaled
     to length one, a kernel takes g through the unit vector of y as it gave it out, and rounds the
-    result; the reference keeps both in float32. What either changes is allowed besides. It is all
-    there is where a query meets one key: g·v is then zero but for rounding.
+    result; the reference keeps both in float32, so what either changes is added to its error. It
+    is all there is where a query meets one key: g·v is then zero but for rounding.
     """
     results = []
     for dtype in (v.dtype, torch.float64):
         leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
         y = longspan.yoso(*leaves, impl="reference", **options)
         results.append([y.detach(), *torch.autograd.grad(y, leaves, g.to(dtype))])
-    allowed = [2 * (plain.double() - exact).norm() for plain, exact in zip(*results, strict=True)]
+    errors = [(plain.double() - exact).norm() for plain, exact in zip(*results, strict=True)]
     if options.get("normalize", True):
         total = longspan.yoso(*leaves, impl="reference", **{**options, "normalize": False})
         norm, row = total.detach().norm(dim=-1, keepdim=True), unit(total.detach())
@@ -143,5 +143,6 @@ def allowed_errors(q, k, v, g, **options):
         for rounded in (through(row.to(v.dtype).double()), through(row).to(v.dtype).double()):
             grads = torch.autograd.grad(total, leaves[:2], rounded, retain_graph=True)
             for i, grad in zip((1, 2), grads, strict=True):
-                allowed[i] += (grad - results[1][i]).norm()
+                errors[i] = torch.hypot(errors[i], (grad - results[1][i]).norm())
+    allowed = [2 * error for error in errors]
     return list(zip(("y", "dq", "dk", "dv"), results[1], allowed, strict=True))
