@@ -45,7 +45,10 @@ def contract() -> list:
                 )
                 for impl in implementations(method, device)
             ]
-    return cases
+    emulated = pytest.param(
+        "yoso", "fused", "cpu", marks=pytest.mark.emulated, id="yoso-fused-emulated"
+    )
+    return [*cases, emulated]
 
 
 def function(method: str, impl: str = "", keys: int | None = None, device: str = "cpu", **options):

@@ -55,6 +55,18 @@ def _seed():
 
 
 @pytest.fixture(autouse=True)
+def _emulated(request):
+    """YOSO's kernels for GPUs, on a CPU, for the tests that are marked so."""
+    if request.node.get_closest_marker("emulated") is None:
+        yield
+        return
+    import emulator
+
+    with emulator.installed(emulator.launcher):
+        yield
+
+
+@pytest.fixture(autouse=True)
 def _give_memory_back():
     """Of a GPU, that the tests of other processes need: torch would keep what a test has freed."""
     yield
@@ -71,3 +83,8 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+    if emulated := [item for item in items if item.get_closest_marker("emulated")]:
+        from emulator import missing
+
+        for item in emulated:
+            item.add_marker(pytest.mark.skipif(missing() is not None, reason=str(missing())))

@@ -1,5 +1,6 @@
 """Runs the CUDA sources on a CPU: emulator.h in place of PTX, a C++ compiler in place of NVRTC."""
 
+import contextlib
 import ctypes
 import faulthandler
 import functools
@@ -8,9 +9,13 @@ import re
 import shutil
 import subprocess
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
-from longspan.attention import tape
+import pytest
+import torch
+
+from longspan.attention import nvrtc, tape
 from longspan.attention.launch import Place, bits
 
 HEADER = Path(__file__).with_name("emulator.h")
@@ -31,6 +36,10 @@ OPTIONS += os.environ.get("EMULATOR_FLAGS", "").split()
 @functools.cache
 def missing():
     """What keeps the sources from running here; None where they can."""
+    if find_spec("triton") is None:
+        return "needs triton, from the extra [cuda]"
+    if torch.cuda.is_available():
+        return "needs Triton's interpreter, which is for machines without a GPU"
     if COMPILER is None:
         return "needs a C++ compiler"
     done = subprocess.run(
@@ -50,6 +59,30 @@ def apart(run, *arguments):
         run(*arguments)
         os._exit(0)
     return os.waitpid(child, 0)[1]
+
+
+@contextlib.contextmanager
+def installed(launcher):
+    """YOSO's CUDA kernels are what is fused on a CPU meanwhile, launched as on an H200."""
+    from longspan.attention.yoso import api, kernels, verbs, verbs_backward
+
+    sources = [verbs._hash, verbs._codes, verbs._tables, verbs._walk]
+    sources += [verbs_backward._launch_rows, verbs_backward._outer]
+    library = torch.library.Library("longspan", "FRAGMENT")
+    for op in (kernels.yoso_forward, kernels.yoso_backward):
+        library.impl(op.__name__, op, "CPU")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvrtc, "launcher", launcher)
+        patch.setattr(verbs_backward, "_cache_bytes", lambda device: 50 << 20)
+        patch.setattr(verbs_backward, "_places", lambda device: 8 * 132)
+        patch.setattr(kernels, "why_not", lambda device: [])
+        patch.setattr(api, "cpu", kernels)
+        for source in sources:
+            source.cache_clear()
+        yield
+    for source in sources:
+        source.cache_clear()
+    library._destroy()
 
 
 def launcher(source, **defines):
