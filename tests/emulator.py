@@ -68,21 +68,21 @@ def installed(launcher):
 
     sources = [verbs._hash, verbs._codes, verbs._tables, verbs._walk]
     sources += [verbs_backward._launch_rows, verbs_backward._outer]
-    library = torch.library.Library("longspan", "FRAGMENT")
-    for op in (kernels.yoso_forward, kernels.yoso_backward):
-        library.impl(op.__name__, op, "CPU")
-    with pytest.MonkeyPatch.context() as patch:
+    with contextlib.ExitStack() as stack:
+        library = torch.library.Library("longspan", "FRAGMENT")
+        stack.callback(library._destroy)
+        for op in (kernels.yoso_forward, kernels.yoso_backward):
+            library.impl(op.__name__, op, "CPU")
+        for source in sources:
+            source.cache_clear()
+            stack.callback(source.cache_clear)
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(nvrtc, "launcher", launcher)
         patch.setattr(verbs_backward, "_cache_bytes", lambda device: 50 << 20)
         patch.setattr(verbs_backward, "_places", lambda device: 8 * 132)
         patch.setattr(kernels, "why_not", lambda device: [])
         patch.setattr(api, "cpu", kernels)
-        for source in sources:
-            source.cache_clear()
         yield
-    for source in sources:
-        source.cache_clear()
-    library._destroy()
 
 
 def launcher(source, **defines):

@@ -20,10 +20,10 @@ constexpr int PER_SM = 8;  // warps of either kernel: as many as 255 registers e
 
 __device__ inline uint32_t pack(float low, float high) { return pack(low, high, F16); }
 
-// Float16 rows would be rounded too often if scores and tables were float16 numbers: they are sums of two.
+// Float16 numbers that scores and tables are sums of: with one, float16 rows would be rounded too often.
 constexpr int PIECES = SUMS == F16 ? 1 : 2;
 
-// Two float32 numbers as float16, which then hold what that leaves out, the next piece.
+// Two numbers rounded to float16. What that leaves out stays in them, for the next piece.
 __device__ inline uint32_t take_piece(float& low, float& high) {
   const uint32_t piece = pack(low, high);
   if (PIECES > 1) {

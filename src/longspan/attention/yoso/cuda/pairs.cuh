@@ -51,7 +51,8 @@ __device__ inline void pairs(uint32_t shared, int at, const Bucket& bucket, char
 #pragma unroll
       for (int p = 0; p < PIECES; p++) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) a[p][i] = take_piece(score[i / 2][i % 2 * 2], score[i / 2][i % 2 * 2 + 1]);
+        for (int i = 0; i < 4; i++)
+          a[p][i] = take_piece(score[i / 2][i % 2 * 2], score[i / 2][i % 2 * 2 + 1]);
         turned[p][0] = turn(a[p][0]), turned[p][1] = turn(a[p][2]);
         turned[p][2] = turn(a[p][1]), turned[p][3] = turn(a[p][3]);
       }
