@@ -298,6 +298,14 @@ inline uint32_t __reduce_max_sync(uint32_t mask, uint32_t x) {
     return r;
   });
 }
+inline uint32_t __reduce_add_sync(uint32_t mask, uint32_t x) {
+  whole(mask);
+  return emulator::show(x, [=](const auto& of) {
+    uint32_t r = 0;
+    for (int i = 0; i < 32; i++) r += of(i);
+    return r;
+  });
+}
 inline int __syncthreads_or(int is) {
   static int any;
   __syncthreads();

@@ -167,6 +167,7 @@ def test_codes(tokens, hashes, bits, schedule):
     [
         (700, 4, False), (300, 12, False), (300, 12, True), (5000, 10, False), (9000, 6, False),
         (9001, 10, True), (17_000, 8, True), (33_000, 5, False), (16_500, 9, True),
+        (300, 13, False), (5001, 14, True), (33_001, 15, False), (66_000, 16, True),
     ],
 )  # fmt: skip
 def test_lists(tokens, bits, crowded, masked, schedule):
@@ -182,8 +183,7 @@ def test_lists(tokens, bits, crowded, masked, schedule):
             mine = codes[b, h, 0]
             there = torch.arange(tokens) if mask is None else mask[b].nonzero()[:, 0]
             found = order[b, h, 0, : len(there)].long()
-            if bits <= 8:  # in a bucket they come in any order
-                found = (mine[found] * tokens + found).sort()[0] % tokens
+            found = (mine[found] * tokens + found).sort()[0] % tokens  # any order in a bucket
             assert torch.equal(found, there[mine[there].sort(stable=True)[1]])
             counts = mine[there].bincount(minlength=1 << bits)
             assert first[b, h, 0].tolist() == [0, *counts.cumsum(0).tolist()]
@@ -212,10 +212,11 @@ def test_played_is_as_run(bits):
         (20_001, 3, "bucket_lists_32k"),
         (8300, 9, "bucket_lists_32k"),
         (33_000, 3, "bucket_merge_16"),
-        (16_500, 9, "bucket_merge_16"),
         (66_000, 3, "bucket_merge_32"),
+        (5000, 13, "bucket_refine_16"),
+        (66_000, 13, "bucket_refine_32"),
     ],
-    ids=["large", "large-sparse", "merged", "merged-sparse", "long-numbers"],
+    ids=["large", "large-sparse", "merged", "merged-long", "refined", "refined-long"],
 )
 def test_lists_of_many_tokens(keys, bits, kernel, launched):
     """As many as a block can sort, more than that, and more than 16 bits can tell apart."""

@@ -19,6 +19,7 @@ TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 INDICES = {torch.uint16: "uint16_t", torch.uint32: "uint32_t"}
 MORE_PLANES = 31  # rows after those of any planes, which hash.cu reads and does not use
 TABLE_BYTES = 1 << 28  # of tables at a time; more hashes take turns
+RUN_BITS = 12  # of codes; above, runs of lists are sorted without the low ones, as codes.cu has it
 MANY_WARPS = 1 << 13  # of tables.cu: four for each place that an H200 has for them
 SUM_ROWS = 512  # of a warp of tables.cu: not too many, so that all parts of the GPU end together
 MOST_ROWS = 20  # of a bucket, that walk.cu looks at one by one
@@ -126,34 +127,51 @@ def compact_codes(q_hash: Tensor, k_hash: Tensor, bits: int) -> tuple[Tensor, Te
 def bucket_lists(codes: Tensor, mask: Tensor | None, bits: int) -> Lists:
     """Tokens of codes (B, H, m, N) by bucket."""
     batch, heads, hashes, tokens = codes.shape
+    lists, launch = batch * heads * hashes, _codes(bits)
+    new = functools.partial(torch.empty, device=codes.device)
     # As codes.cu has it: a block sorts so many tokens, half as many where codes take two passes.
     # One that has a multiprocessor to itself takes more: that pays where it takes all of them.
-    passes = 1 if bits <= 8 else 2
+    low, bins, passes = None, 1 << bits, 1 if bits <= 8 or bits > RUN_BITS else 2
     name, tile, threads, shared = "bucket_lists_4k", tokens, 512, 0
-    if 16384 < tokens * passes <= 32768:
+    if bits > RUN_BITS:
+        bins >>= 8
+        low = new(codes.shape, dtype=torch.uint8)
+        tile = min(
+            16384, -(-tokens // 64) * 16
+        )  # a quarter, which keeps the warps that refine busy
+        if tile > 4096:
+            name, shared = "bucket_lists_16k", 4 * 16384
+    elif 16384 < tokens * passes <= 32768:
         name, threads, shared = "bucket_lists_32k", 1024, 2 * 32768
     elif tokens > 4096:
         name, tile = "bucket_lists_16k", min(tokens, 16384 // passes)
     tiles = -(-tokens // tile)
-    order = torch.empty(codes.shape, dtype=torch.uint16, device=codes.device)
-    shape = (batch, heads, hashes, tiles, (1 << bits) + 1)
-    first = torch.empty(shape, dtype=torch.uint32, device=codes.device)
-    most = torch.empty(shape[:3], dtype=torch.uint32, device=codes.device)
-    blocks, launch = batch * heads * hashes * tiles, _codes(bits)
+    runs = new(codes.shape, dtype=torch.uint16)
+    first = new(*codes.shape[:3], tiles, bins + 1, dtype=torch.uint32)
+    most = new(codes.shape[:3], dtype=torch.uint32)
     launch(
-        name, blocks, threads, codes, mask, order, first, most, heads, hashes, tokens, tile,
-        shared=shared,
+        name, lists * tiles, threads, codes, mask, runs, low, first, most, heads, hashes, tokens,
+        tile, shared=shared,
     )  # fmt: skip
-    if tiles == 1:
-        return Lists(order, first[:, :, :, 0], most)
-    # Bucket by bucket, the runs one after another.
-    place = torch.empty(*shape[:4], 1 << bits, dtype=torch.uint32, device=codes.device)
-    whole = torch.empty(*shape[:3], shape[4], dtype=torch.uint32, device=codes.device)
-    merged = torch.empty_like(order, dtype=torch.uint16 if tokens <= 1 << 16 else torch.uint32)
-    launch("bucket_places", batch * heads * hashes, 512, first, place, whole, most, tiles)
-    name = f"bucket_merge_{8 * merged.element_size()}"
-    launch(name, blocks, 512, codes, order, first, place, merged, tokens, tile)
-    return Lists(merged, whole, most)
+    if low is None and tiles == 1:
+        return Lists(runs, first[:, :, :, 0], most)
+    order = new(codes.shape, dtype=torch.uint16 if tokens <= 1 << 16 else torch.uint32)
+    whole = new(*codes.shape[:3], (1 << bits) + 1, dtype=torch.uint32)
+    index = 8 * order.element_size()
+    if low is not None:
+        blocks = -(-lists * bins // 4)
+        launch(
+            f"bucket_refine_{index}", blocks, 128, runs, low, first, order, whole, most,
+            lists * bins, tokens, tile,
+        )  # fmt: skip
+    else:  # bucket by bucket, the runs one after another
+        place = new(lists, tiles, bins, dtype=torch.uint32)
+        launch("bucket_places", lists, 512, first, place, whole, most, tiles)
+        launch(
+            f"bucket_merge_{index}", lists * tiles, 512, codes, runs, first, place, order, tokens,
+            tile,
+        )  # fmt: skip
+    return Lists(order, whole, most)
 
 
 def bucket_sum(lists: Lists, x: Tensor, bits: int, h0: int, step: int) -> Tensor:
