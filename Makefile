@@ -59,7 +59,7 @@ on_gpu = if ! nvidia-smi -L >/dev/null 2>&1; then echo "No NVIDIA GPU here: $(1)
 	if [ "$(GPU_PYTHON)" = "$(BIN)/python" ]; then $(MAKE) --no-print-directory $(READY) || exit 1; fi; \
 	export PYTHONPATH=src; $(2)
 
-test-gpu:        ## Run the tests that need an NVIDIA GPU (kernels take long to compile: PARTS=8)
+test-gpu:        ## Run the tests that need an NVIDIA GPU (kernels take long to compile: PARTS=16)
 	@$(call on_gpu,GPU tests were not run,$(call in_parts,$(GPU_PYTHON),gpu))
 
 bench: $(READY)  ## Time every method on this CPU, to 65,536 tokens, where results/cpu.jsonl lacks rows
