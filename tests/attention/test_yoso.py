@@ -299,15 +299,27 @@ def test_modules_sample_from_exact_below_on(exact_below):
 
 
 @pytest.mark.parametrize("reasons", [[], ["no kernel"]], ids=["fused", "no-kernel"])
-def test_the_default_of_exact_below_asks_for_a_fused_expectation(monkeypatch, reasons):
-    q, k, v = qkv(batch=1, heads=1, queries=1, keys=2048)
-    module = longspan.YosoAttention(1, **SAMPLING).eval()
+@pytest.mark.parametrize(
+    ("dtype", "below"),
+    [(torch.bfloat16, 2048), (torch.float16, 1024), (torch.float32, 1024), (torch.float64, 0)],
+    ids=["bfloat16", "float16", "float32", "float64"],
+)
+def test_the_default_of_exact_below_asks_for_a_fused_expectation(
+    monkeypatch, dtype, below, reasons
+):
     monkeypatch.setattr(api, "why_expectation_not_fused", lambda device: reasons)
     monkeypatch.setattr(api, "yoso_expectation", lambda q, k, v, **options: options)
+    module = longspan.YosoAttention(1, **SAMPLING).eval()
+
+    def run(keys):
+        return module(*qkv(batch=1, heads=1, queries=1, keys=keys, dtype=dtype))
+
     expectation = {"key_mask": None, **EXPECTATION}
-    assert isinstance(module(q, k, v), torch.Tensor)
-    short = module(q, k[:, :, 1:], v[:, :, 1:])
-    assert isinstance(short, torch.Tensor) if reasons else short == expectation
+    assert isinstance(run(below or 1), torch.Tensor)
+    if below and not reasons:
+        assert run(below - 1) == expectation
+    else:
+        assert isinstance(run(max(below - 1, 1)), torch.Tensor)
 
 
 def test_exact_below_is_an_option_of_modules_and_no_state():

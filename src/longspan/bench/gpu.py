@@ -35,7 +35,8 @@ LENGTHS = tuple(512 << i for i in range(9))
 FEW = (4096, 16384, 65536)  # lengths with inputs of one bucket, and fewer hashes backward
 HEAD_DIMS = (64, 128)
 REFERENCE = (512, 2048, 8192)  # plain torch takes long
-OTHERS = {"float16": FEW, "float32": FEW[:2]}  # number types, and their lengths
+SHORT = LENGTHS[:4]  # where all pairs may cost less than a sample
+OTHERS = {"float16": (*SHORT, *FEW[1:]), "float32": (*SHORT, FEW[1])}  # number types, and lengths
 HALF = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 EXACT = {
     "bfloat16": HALF,
@@ -109,6 +110,9 @@ def contenders(
 
     yield yoso(16)
     yield yoso(32)
+    if head_dim == 64 and length in SHORT:
+        options = dict(hash_bits=8, impl="fused")
+        yield Contender("yoso_expectation", Case("yoso_expectation", options=options, **shape))
     if dtype in OTHERS:
         return
     if head_dim == 64:

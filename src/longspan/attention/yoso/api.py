@@ -14,7 +14,8 @@ from longspan.attention.yoso import cpu, expectation, kernels, reference
 HASHINGS = ("gaussian", "hadamard")
 GRADIENTS = ("surrogate", "true")
 MAX_HASH_BITS = 16
-EXACT_BELOW = 2048  # keys under which a fused `yoso_expectation` is faster than sampling
+# Keys under which modules compute a fused `yoso_expectation`: about where sampling gets faster.
+EXACT_BELOW = {torch.bfloat16: 2048, torch.float16: 1024, torch.float32: 1024}
 EXACT_OPTIONS = ("hash_bits", "gradient", "normalize", "impl")
 
 
@@ -149,8 +150,9 @@ class YosoAttention(SeededAttention):
         exact_below: tokens. Fewer keys than this, padding included, are not sampled: the module is
             then `yoso_expectation` with the same `hash_bits`, `gradient`, `normalize` and `impl`,
             in training and in eval, and draws no seed. 0 always samples. None takes the
-            crossover: 2,048 where `yoso_expectation` has a fused kernel, below which it is faster
-            than sampling and free of its noise, and 0 elsewhere.
+            crossover where `yoso_expectation` has a fused kernel, which is free of noise: 2,048 in
+            bfloat16, below which it is faster than sampling, 1,024 in float16, where it is faster
+            forward, and float32, where it is faster with backward. 0 elsewhere.
         conv_kernel: as in every module, see `Attention`.
         options: of `yoso`, which itself samples at every length.
     """
@@ -174,7 +176,8 @@ class YosoAttention(SeededAttention):
         """The sample, or under `exact_below` keys what it estimates."""
         exact_below = self.exact_below
         if exact_below is None:
-            exact_below = 0 if why_expectation_not_fused(q.device) else EXACT_BELOW
+            fused = not why_expectation_not_fused(q.device)
+            exact_below = EXACT_BELOW.get(q.dtype, 0) if fused else 0
         if k.shape[2] >= exact_below:
             return super().attend(q, k, v, key_mask)
         options = {name: self.options[name] for name in EXACT_OPTIONS if name in self.options}
