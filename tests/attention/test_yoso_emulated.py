@@ -212,12 +212,16 @@ def test_played_is_as_run(bits):
         (20_001, 3, "bucket_lists_32k"),
         (8300, 9, "bucket_lists_32k"),
         (33_000, 3, "bucket_merge_16"),
+        (16_500, 9, "bucket_merge_16"),
         (66_000, 3, "bucket_merge_32"),
         (5000, 13, "bucket_refine_16"),
         (66_000, 13, "bucket_refine_32"),
     ],
-    ids=["large", "large-sparse", "merged", "merged-long", "refined", "refined-long"],
-)
+    ids=[
+        "large", "large-sparse", "merged", "merged-sparse", "merged-long", "refined",
+        "refined-long",
+    ],
+)  # fmt: skip
 def test_lists_of_many_tokens(keys, bits, kernel, launched):
     """As many as a block can sort, more than that, and more than 16 bits can tell apart."""
     q, k, v = qkv(batch=1, heads=1, queries=20, keys=keys, channels=16, dtype=torch.bfloat16)

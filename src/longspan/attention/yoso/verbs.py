@@ -134,11 +134,8 @@ def bucket_lists(codes: Tensor, mask: Tensor | None, bits: int) -> Lists:
     low, bins, passes = None, 1 << bits, 1 if bits <= 8 or bits > RUN_BITS else 2
     name, tile, threads, shared = "bucket_lists_4k", tokens, 512, 0
     if bits > RUN_BITS:
-        bins >>= 8
-        low = new(codes.shape, dtype=torch.uint8)
-        tile = min(
-            16384, -(-tokens // 64) * 16
-        )  # a quarter, which keeps the warps that refine busy
+        low, bins = new(codes.shape, dtype=torch.uint8), bins >> 8
+        tile = min(16384, -(-tokens // 64) * 16)  # a quarter: a run of each bin has some 64 tokens
         if tile > 4096:
             name, shared = "bucket_lists_16k", 4 * 16384
     elif 16384 < tokens * passes <= 32768:
