@@ -18,6 +18,8 @@ def seconds(contender, mode):
     tokens = case.heads * case.length * (1 if mode == "forward" else 4) * case.head_dim / 64
     if case.method == "softmax":
         return EXACT * tokens * case.length * (2 if "flash" in contender.name else 1)
+    if case.method == "yoso_expectation":
+        return 1.2 * EXACT * tokens * case.length
     crowded = {"spread": 1, "clustered": 2, "one-key": 3, "one-vector": 3.5}[case.inputs]
     return HASHES * tokens * case.options["num_hashes"] * crowded
 
@@ -67,6 +69,8 @@ def test_tables_hold_times_ratios_and_memory(rows):
     assert line["softmax flash"] == "8.590 (0.50×)"
     assert line["yoso 32"] == line["yoso 32, log2 n bits"] == "0.839 (5.12×)"
     assert cells(text, "Forward, heads of 64", 131072)["yoso 16"] == "0.419 (81.9×)"
+    assert line["yoso_expectation"] == ""  # short inputs alone
+    assert cells(text, "Forward, heads of 64", 2048)["yoso_expectation"] == "0.644 (0.83×)"
     both = cells(text, "Forward and backward, heads of 64", 16384)
     assert "yoso 32, backward_hashes=8" in both
     for length in (512, 131072):  # of the longest 16 bits, the most there are
