@@ -426,13 +426,14 @@ def test_fewer_hashes_in_the_backward(dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("asked", [True, False], ids=["all-when-asked-for", "y-and-dv-always"])
-def test_the_same_bits(asked, dtype):
+@pytest.mark.parametrize("hash_bits", [8, 14], ids=["tables", "walked"])
+def test_the_same_bits(hash_bits, asked, dtype):
     q, k, v = (x.requires_grad_() for x in qkv(queries=3000, dtype=dtype, device="cuda"))
     torch.use_deterministic_algorithms(asked)
     try:
         runs = []
         for _ in range(3):
-            y = longspan.yoso(q, k, v, seed=5, impl="fused")
+            y = longspan.yoso(q, k, v, seed=5, hash_bits=hash_bits, impl="fused")
             runs.append((y, *torch.autograd.grad(y, (v, q, k), torch.ones_like(y))))
     finally:
         torch.use_deterministic_algorithms(False)

@@ -75,7 +75,8 @@ def markdown(rows: Iterable[Row]) -> str:
         "beside this file by `python -m longspan.report.gpu`; `make bench-gpu` measures them.",
         "`yoso 32` is 32 hashes of 8 bits through the fused kernels, with `log2 n bits` of that "
         "many instead, but no more than 16; `reference` is plain torch, timed at a few lengths "
-        "only since it is slow. Every length has 2^18 token-heads, and at least eight heads.",
+        "only since it is slow. `yoso_expectation` looks at all pairs: modules compute it for "
+        "short inputs. Every length has 2^18 token-heads, and at least eight heads.",
         "`graph` is a call captured once and replayed, which leaves the host out."
         if any(row.get("graph") for row in rows)
         else "",

@@ -19,7 +19,7 @@ TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 INDICES = {torch.uint16: "uint16_t", torch.uint32: "uint32_t"}
 MORE_PLANES = 31  # rows after those of any planes, which hash.cu reads and does not use
 TABLE_BYTES = 1 << 28  # of tables at a time; more hashes take turns
-RUN_BITS = 12  # of codes; above, runs of lists are sorted without the low ones, as codes.cu has it
+RUN_BITS = 12  # of codes; above, runs of lists are sorted without the low ones (sort.cuh)
 MANY_WARPS = 1 << 13  # of tables.cu: four for each place that an H200 has for them
 SUM_ROWS = 512  # of a warp of tables.cu: not too many, so that all parts of the GPU end together
 MOST_ROWS = 20  # of a bucket, that walk.cu looks at one by one
@@ -131,11 +131,11 @@ def bucket_lists(codes: Tensor, mask: Tensor | None, bits: int) -> Lists:
     new = functools.partial(torch.empty, device=codes.device)
     # As codes.cu has it: a block sorts so many tokens, half as many where codes take two passes.
     # One that has a multiprocessor to itself takes more: that pays where it takes all of them.
-    low, bins, passes = None, 1 << bits, 1 if bits <= 8 or bits > RUN_BITS else 2
+    low, bins, passes = None, 1 << bits, 2 if 8 < bits <= RUN_BITS else 1
     name, tile, threads, shared = "bucket_lists_4k", tokens, 512, 0
     if bits > RUN_BITS:
         low, bins = new(codes.shape, dtype=torch.uint8), bins >> 8
-        tile = min(16384, -(-tokens // 64) * 16)  # a quarter: a run of each bin has some 64 tokens
+        tile = min(16384, -(-tokens // 64) * 16)  # with log2 n bits, 64 tokens a bin and run
         if tile > 4096:
             name, shared = "bucket_lists_16k", 4 * 16384
     elif 16384 < tokens * passes <= 32768:
@@ -156,10 +156,10 @@ def bucket_lists(codes: Tensor, mask: Tensor | None, bits: int) -> Lists:
     whole = new(*codes.shape[:3], (1 << bits) + 1, dtype=torch.uint32)
     index = 8 * order.element_size()
     if low is not None:
-        blocks = -(-lists * bins // 4)
+        warps = lists * bins  # four a block
         launch(
-            f"bucket_refine_{index}", blocks, 128, runs, low, first, order, whole, most,
-            lists * bins, tokens, tile,
+            f"bucket_refine_{index}", -(-warps // 4), 128, runs, low, first, order, whole, most,
+            warps, tokens, tile,
         )  # fmt: skip
     else:  # bucket by bucket, the runs one after another
         place = new(lists, tiles, bins, dtype=torch.uint32)
